@@ -1,0 +1,1 @@
+"""The code that trains, timed."""

@@ -1,0 +1,1 @@
+"""Checkpoints: one HDF5 file of global tensors."""

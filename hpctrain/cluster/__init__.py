@@ -1,0 +1,1 @@
+"""Meet: who am I, who else is here, and what does this machine offer."""

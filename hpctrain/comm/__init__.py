@@ -1,0 +1,1 @@
+"""Talk: collectives over MPI, NCCL, gloo, or nobody."""

@@ -1,0 +1,299 @@
+"""Every knob of a run, as frozen values with a docstring each.
+
+``load`` reads a TOML file, lays ``--set section.key=value`` over it, and gives a ``Config``; whatever is wrong is
+told as a ``ConfigError`` that names the key, its value and the mend. Nothing here imports torch or MPI.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hpctrain.errors import ConfigError
+
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """A table of the configuration: frozen, and refusing keys that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _divides(whole: int, part: int, whole_key: str, part_key: str, why: str) -> None:
+    if whole % part:
+        fitting = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0 and n <= 4 * part)
+        raise ValueError(f"{part_key} = {part} does not divide {whole_key} = {whole}: {why}; set it to one of {fitting}")
+
+
+class RunConfig(Section):
+    """What this run is called, where its files go, and the number that all its randomness comes from."""
+
+    name: str = "run"
+    """A name for logs and for the scheduler's queue."""
+    dir: str = "runs/{name}"
+    """The folder of the run: log, checkpoints, trace. ``{name}`` stands for the run's name."""
+    seed: int = 1
+    """Initial weights, the order of the data and dropout are pure functions of this number and of the step."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder with its name filled in."""
+        return Path(self.dir.replace("{name}", self.name))
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer."""
+
+    family: Literal["gpt2", "llama"] = "gpt2"
+    """``gpt2``: learned positions, LayerNorm, GELU, biases, tied embeddings. ``llama``: rotary positions, RMSNorm,
+    SwiGLU, no biases."""
+    layers: int = Field(4, ge=1)
+    """Transformer blocks."""
+    width: int = Field(256, ge=1)
+    """Size of a token's hidden state."""
+    heads: int = Field(4, ge=1)
+    """Attention heads; each has width / heads dimensions."""
+    kv_heads: int | None = Field(None, ge=1)
+    """Heads of keys and values, shared by heads / kv_heads query heads each; as many as ``heads`` when not given."""
+    mlp_width: int | None = Field(None, ge=1)
+    """Hidden size of the feed-forward part; 4 x width for gpt2, 8/3 x width rounded up to 64 for llama."""
+    sequence: int = Field(256, ge=1)
+    """Tokens in a sample."""
+    vocabulary: int | Auto = "auto"
+    """Tokens known to the embedding; ``auto`` takes the tokenizer's own number."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Part of the activations set to zero after embedding, attention and feed-forward."""
+    tied: bool | None = None
+    """Whether the output shares the embedding's weight; the family's habit when not given."""
+    rope_base: float = Field(10000.0, gt=0)
+    """Base of the rotary frequencies (llama)."""
+    norm_epsilon: float = Field(1e-5, gt=0)
+    """Added under the root of a norm."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights; outputs of residual branches get it divided by sqrt(2 x layers)."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        _divides(self.width, self.heads, "width", "heads", "each head gets width / heads dimensions")
+        _divides(self.heads, self.kv_heads or self.heads, "heads", "kv_heads", "each key-value head serves whole heads")
+        return self
+
+
+class SourceConfig(Section):
+    """One token file in the blend."""
+
+    path: str
+    """Prefix of a ``.bin``/``.idx`` pair, as ``hpctrain data prepare`` or Megatron-LM write it."""
+    weight: float = Field(1.0, gt=0)
+    """Its share of the samples, relative to the other sources."""
+
+
+class DataConfig(Section):
+    """What is read."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    """Token files and their weights; with ``text`` and without ``sources`` the text is prepared into the run's data."""
+    text: tuple[str, ...] = ()
+    """Text files, folders or JSONL to prepare when there are no sources. ``{stdlib}`` stands for the folder of the
+    Python standard library."""
+    pattern: str = "*.txt"
+    """Which files of a folder in ``text`` are read."""
+    tokenizer: str = "bytes"
+    """``bytes``, ``bpe:N`` (a byte-pair encoding of N tokens trained on the text), or a Hugging Face tokenizer JSON."""
+    validation: float = Field(0.05, ge=0.0, lt=1.0)
+    """Part of the samples kept for validation."""
+    cross_documents: bool = True
+    """Whether attention may look across the border between two documents packed in one sample."""
+
+
+class TrainConfig(Section):
+    """How long and with how much at once."""
+
+    steps: int = Field(100, ge=0)
+    """Optimizer updates in the whole run."""
+    batch: int = Field(32, ge=1)
+    """Sequences in one step, over all ranks and micro-batches."""
+    microbatch: int = Field(4, ge=1)
+    """Sequences that a rank takes through the model at once; the rest is accumulated."""
+    validate_every: int = Field(0, ge=0)
+    """Steps between two validations; 0 for none."""
+    validate_batches: int = Field(4, ge=1)
+    """Batches in one validation."""
+
+
+class PrecisionConfig(Section):
+    """The number formats."""
+
+    compute: Literal["fp32", "fp64"] = "fp32"
+    """Format of weights, activations and gradients. fp64 is for proofs of equality."""
+
+
+class OptimConfig(Section):
+    """The optimizer and its rate."""
+
+    kind: Literal["adamw"] = "adamw"
+    """AdamW with decoupled weight decay."""
+    rate: float = Field(3e-4, gt=0)
+    """The highest learning rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the squared gradient's running mean."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Added to the denominator."""
+    decay: float = Field(0.1, ge=0)
+    """Weight decay of matrices; vectors (biases, norms) have none."""
+    clip: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 for no clipping."""
+    shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Course of the rate after the warm-up: held, straight down, half a cosine, or held and then straight down."""
+    warmup: int = Field(10, ge=0)
+    """Steps over which the rate rises from nothing."""
+    floor: float = Field(0.1, ge=0, le=1)
+    """The last rate, as a part of the highest."""
+    cooldown: float = Field(0.2, gt=0, le=1)
+    """Part of the steps that ``wsd`` spends going down."""
+
+
+class ParallelConfig(Section):
+    """How the work is cut over the ranks."""
+
+    dp: int | Auto = "auto"
+    """Ranks that take different samples; ``auto`` uses all."""
+    bucket_mib: float = Field(25.0, gt=0)
+    """Gradients reduced together, in MiB; a bucket is reduced while the backward goes on."""
+
+
+class CheckpointConfig(Section):
+    """What is saved, when and how."""
+
+    every: int = Field(0, ge=0)
+    """Steps between two saves; 0 for only the last one."""
+    keep: int = Field(2, ge=1)
+    """How many of the newest checkpoints stay."""
+    writer: Literal["auto", "mpio", "direct"] = "auto"
+    """``mpio``: collective writes of parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
+    ``auto`` takes ``direct``, which needs no parallel HDF5."""
+    sync: bool = True
+    """Whether a save ends only when the disk has the bytes (fsync)."""
+
+
+class CommConfig(Section):
+    """How ranks talk."""
+
+    backend: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
+    """``auto``: NCCL where each rank has a GPU, else MPI."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """How long a collective waits for the slowest rank before the job is ended with the names of who is missing."""
+    start_seconds: float = Field(300.0, gt=0)
+    """How long the ranks wait for each other at start-up."""
+
+
+class LogConfig(Section):
+    """What is told while it runs."""
+
+    every: int = Field(1, ge=1)
+    """Steps between two lines."""
+    tensorboard: bool = False
+    """Whether scalars also go to TensorBoard event files (needs the package tensorboard)."""
+    peak_tflops: float | Auto = "auto"
+    """Peak TFLOP/s of one rank, for MFU; ``auto`` measures a matrix product at start."""
+
+
+class Config(Section):
+    """Everything that a person chose for one run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    comm: CommConfig = CommConfig()
+    log: LogConfig = LogConfig()
+
+
+def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Read a TOML file and lay ``section.key=value`` overrides over it, the last one winning."""
+    return parse(_read(Path(path)), overrides, str(path))
+
+
+def parse(table: dict[str, Any], overrides: tuple[str, ...] = (), source: str = "configuration") -> Config:
+    """Make a ``Config`` of a nested table; ``source`` names it in errors."""
+    for override in overrides:
+        _lay(table, override)
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise _told(error, source) from None
+
+
+def knobs(model: type[Section] = Config, prefix: str = "") -> dict[str, str]:
+    """Every dotted key with its docstring, in the order of this file."""
+    found: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found |= knobs(field.annotation, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = " ".join((field.description or "").split())
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", error.strerror or "", "give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML", str(error), "mend that line") from None
+
+
+def _lay(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not equals or not all(path):
+        raise ConfigError(f"--set {override}: not of the form section.key=value", "", "write e.g. --set train.steps=100")
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {part} is a value, not a section", "", "name an existing section")
+    table[path[-1]] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """A TOML value; a bare word is a string, as a shell user expects."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _told(error: ValidationError, source: str) -> ConfigError:
+    """The first fault of a validation, as key, value and mend; the number of further ones is said."""
+    faults = error.errors(include_url=False)
+    first = faults[0]
+    key = ".".join(str(part) for part in first["loc"] if part not in ("auto", "int", "float", "literal['auto']"))
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"{source}: {key} is not a known key{more}", "", _nearest(key))
+    what = f"{source}: {key} = {first['input']!r} cannot be{more}" if key else f"{source}: {first['msg']}{more}"
+    return ConfigError(what, first["msg"] if key else "", knobs().get(key, ""))
+
+
+def _nearest(key: str) -> str:
+    known = [*knobs(), *Config.model_fields]
+    match = get_close_matches(key, known, n=1, cutoff=0.5)
+    last = key.rpartition(".")[2]
+    same = [name for name in known if name.rpartition(".")[2] == last]
+    best = same or match
+    return f"did you mean {best[0]}?" if best else f"known sections: {', '.join(Config.model_fields)}"
+
+
+__all__ = [*(s.__name__ for s in Section.__subclasses__()), "Section", "load", "parse", "knobs"]

@@ -1,0 +1,1 @@
+"""Plain mathematics: transformers whose parameters name their logical dims."""

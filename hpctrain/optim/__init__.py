@@ -1,0 +1,1 @@
+"""Optimizers, clipping and the course of the learning rate."""

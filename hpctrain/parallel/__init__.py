@@ -1,0 +1,1 @@
+"""Cut: data, tensor, pipeline, context and expert parallelism."""

@@ -1,0 +1,1 @@
+"""Decide: every choice as a value, without torch or MPI."""
