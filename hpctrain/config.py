@@ -27,7 +27,7 @@ class Section(BaseModel):
 def _divides(whole: int, part: int, whole_key: str, part_key: str, why: str) -> None:
     if whole % part:
         fitting = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0 and n <= 4 * part)
-        raise ValueError(f"{part_key} = {part} does not divide {whole_key} = {whole}: {why}; set it to one of {fitting}")
+        raise ValueError(f"{part_key} = {part} does not divide {whole_key} = {whole}: {why}; possible: {fitting}")
 
 
 class RunConfig(Section):
@@ -259,7 +259,7 @@ def _lay(table: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     path = [part.strip() for part in key.split(".")]
     if not equals or not all(path):
-        raise ConfigError(f"--set {override}: not of the form section.key=value", "", "write e.g. --set train.steps=100")
+        raise ConfigError(f"--set {override}: not section.key=value", "", "write e.g. --set train.steps=100")
     for part in path[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):

@@ -83,7 +83,7 @@ class Group(ABC):
         return self._placed(self._all_reduce(whole.view(-1), op, later), x, whole, later)
 
     def all_gather(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None, later: bool = False) -> Handle:
-        """Join every rank's ``x`` in ``out``, in rank order; ``sizes`` gives each piece's elements where they differ."""
+        """Join every rank's ``x`` in ``out``, in rank order; ``sizes`` gives each piece's elements where unequal."""
         sizes = self._sizes(sizes, out, x, "all_gather")
         whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         handle = self._all_gather(whole.view(-1), x.contiguous().view(-1), sizes, later)
@@ -178,7 +178,7 @@ class Group(ABC):
         self.all_gather(joined, text, sizes=sizes)
         return [json.loads(piece.numpy().tobytes()) for piece in joined.split(sizes)]
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a transport that holds nothing has nothing to free
         """Free what the group holds. Collective. The group is not used after it."""
 
     # ---- what a transport does: flat contiguous tensors, every size known -------------------------------------------
@@ -231,10 +231,11 @@ class Group(ABC):
     def _split(self, sizes: Sequence[int] | None, x: Tensor, what: str) -> Sequence[int]:
         if sizes is None:
             if x.numel() % self.size:
-                raise ShapeError(f"{what}: {x.numel()} elements do not cut into {self.size} equal pieces", "", "give sizes=")
+                what = f"{what}: {x.numel()} elements do not cut into {self.size} equal pieces"
+                raise ShapeError(what, "", "give sizes=")
             return (x.numel() // self.size,) * self.size
         if len(sizes) != self.size or sum(sizes) != x.numel() or min(sizes, default=0) < 0:
-            raise ShapeError(f"{what}: sizes {list(sizes)} do not add up to {x.numel()} elements over {self.size} ranks")
+            raise ShapeError(f"{what}: sizes {list(sizes)} are not {x.numel()} elements over {self.size} ranks")
         return sizes
 
     def _check_peer(self, peer: int, what: str) -> None:
