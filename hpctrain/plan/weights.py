@@ -1,0 +1,219 @@
+"""Weights: every parameter of a model as a value, before any tensor exists.
+
+``ModelShape`` is ``ModelConfig`` with every default filled in; ``weights(shape)`` lists the model's parameters in
+model order. Their names are the ones in checkpoints: ``embed...``, ``blocks.N...`` and ``head...``, the three parts
+that a pipeline may place apart.
+
+Matrices are kept so that cutting dim 0 is what tensor parallelism wants, and each shard is one contiguous run:
+
+* a matrix whose outputs are cut (query, key, value, gate, up, head) is ``[out, in]`` and used as ``x @ w.T``;
+* a matrix whose inputs are cut (attention's out, down) is ``[in, out]`` and used as ``x @ w``.
+
+The dims have names, so that a rule can say "heads are cut over tp" once for all weights: ``vocabulary``, ``width``,
+``sequence``, ``mlp``, and ``heads`` and ``kv_heads``, which count heads x head_dim rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpctrain.config import ModelConfig
+from hpctrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """The habits of a family of models; a row of ``FAMILIES``."""
+
+    norm: str  # a key of NORMS
+    positions: str  # "learned": a table added to the embedding; "rotary": queries and keys are turned
+    mlp: str  # a key of MLPS
+    bias: bool  # whether linear maps have a bias
+    tied: bool  # whether the head uses the embedding's weight
+    mlp_ratio: tuple[int, int, int]  # mlp_width = numerator/denominator x width, rounded up to a multiple
+
+
+FAMILIES = {
+    "gpt2": Family(norm="layer", positions="learned", mlp="gelu", bias=True, tied=True, mlp_ratio=(4, 1, 1)),
+    "llama": Family(norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False, mlp_ratio=(8, 3, 64)),
+}
+NORMS = {"layer": ("weight", "bias"), "rms": ("weight",)}  # kind -> its vectors
+MLPS = {"gelu": ("up",), "swiglu": ("gate", "up")}  # kind -> the matrices before its activation
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer with every number and every habit decided."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    sequence: int
+    vocabulary: int
+    norm: str
+    positions: str
+    mlp: str
+    bias: bool
+    tied: bool
+    dropout: float
+    rope_base: float
+    norm_epsilon: float
+    init_std: float
+
+    @classmethod
+    def of(cls, config: ModelConfig, vocabulary: int) -> ModelShape:
+        """Fill in what ``config`` leaves open; ``vocabulary`` is the tokenizer's number of tokens."""
+        habits = FAMILIES[config.family]
+        shape = cls(
+            layers=config.layers,
+            width=config.width,
+            heads=config.heads,
+            kv_heads=config.kv_heads or config.heads,
+            mlp_width=config.mlp_width or _mlp_width(config.width, *habits.mlp_ratio),
+            sequence=config.sequence,
+            vocabulary=vocabulary if config.vocabulary == "auto" else config.vocabulary,
+            norm=habits.norm,
+            positions=habits.positions,
+            mlp=habits.mlp,
+            bias=habits.bias,
+            tied=habits.tied if config.tied is None else config.tied,
+            dropout=config.dropout,
+            rope_base=config.rope_base,
+            norm_epsilon=config.norm_epsilon,
+            init_std=config.init_std,
+        )
+        _check(shape, vocabulary)
+        return shape
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of one attention head."""
+        return self.width // self.heads
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter: its global name and shape, and what it starts from: ``mean + std x normal``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]  # a logical name for each dim
+    mean: float = 0.0
+    std: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies: to matrices, not to vectors (biases and norms)."""
+        return len(self.shape) > 1
+
+
+def weights(shape: ModelShape) -> tuple[Weight, ...]:
+    """Every parameter of the model, once, in the order of the forward pass."""
+    return (
+        *_embed(shape),
+        *(weight for layer in range(shape.layers) for weight in block(shape, layer)),
+        *_head(shape),
+    )
+
+
+def parameters(shape: ModelShape) -> int:
+    """How many numbers the model learns; a tied weight counts once."""
+    return sum(weight.size for weight in weights(shape))
+
+
+def flops_per_token(shape: ModelShape) -> int:
+    """Model FLOPs to train on one token: forward and backward, without recomputation.
+
+    Each element of a matrix that multiplies takes 2 FLOPs forward and 4 backward; the head counts also when tied,
+    the lookup of embeddings does not. Attention's two products take 12 x layers x width x sequence, with every token
+    seeing the whole sequence: by convention (PaLM, appendix B) the causal mask's saving is not subtracted.
+    """
+    matrices = sum(w.size for layer in range(shape.layers) for w in block(shape, layer) if len(w.shape) == 2)
+    head = shape.vocabulary * shape.width
+    return 6 * (matrices + head) + 12 * shape.layers * shape.width * shape.sequence
+
+
+def block(shape: ModelShape, layer: int) -> Iterator[Weight]:
+    """The parameters of one transformer block."""
+    attention, mlp = f"blocks.{layer}.attention", f"blocks.{layer}.mlp"
+    residual_std = shape.init_std / math.sqrt(2 * shape.layers)  # 2 x layers branches add up to one variance (GPT-2)
+    yield from _norm(shape, f"{attention}.norm")
+    yield from _spread(shape, f"{attention}.query", "heads")
+    yield from _spread(shape, f"{attention}.key", "kv_heads")
+    yield from _spread(shape, f"{attention}.value", "kv_heads")
+    yield from _gather(shape, f"{attention}.out", "heads", residual_std)
+    yield from _norm(shape, f"{mlp}.norm")
+    for name in MLPS[shape.mlp]:
+        yield from _spread(shape, f"{mlp}.{name}", "mlp")
+    yield from _gather(shape, f"{mlp}.down", "mlp", residual_std)
+
+
+def _embed(shape: ModelShape) -> Iterator[Weight]:
+    yield _weight(shape, "embed.tokens", ("vocabulary", "width"), std=shape.init_std)
+    if shape.positions == "learned":
+        yield _weight(shape, "embed.positions", ("sequence", "width"), std=shape.init_std)
+
+
+def _head(shape: ModelShape) -> Iterator[Weight]:
+    yield from _norm(shape, "head.norm")
+    if not shape.tied:
+        yield _weight(shape, "head.weight", ("vocabulary", "width"), std=shape.init_std)
+
+
+def _norm(shape: ModelShape, name: str) -> Iterator[Weight]:
+    for vector in NORMS[shape.norm]:
+        yield _weight(shape, f"{name}.{vector}", ("width",), mean=1.0 if vector == "weight" else 0.0)
+
+
+def _spread(shape: ModelShape, name: str, dim: str) -> Iterator[Weight]:
+    """A linear map from the width to a dim that may be cut: its matrix is ``[out, in]``."""
+    yield _weight(shape, f"{name}.weight", (dim, "width"), std=shape.init_std)
+    if shape.bias:
+        yield _weight(shape, f"{name}.bias", (dim,))
+
+
+def _gather(shape: ModelShape, name: str, dim: str, std: float) -> Iterator[Weight]:
+    """A linear map from a dim that may be cut back to the width: its matrix is ``[in, out]``."""
+    yield _weight(shape, f"{name}.weight", (dim, "width"), std=std)
+    if shape.bias:
+        yield _weight(shape, f"{name}.bias", ("width",))
+
+
+def _weight(shape: ModelShape, name: str, dims: tuple[str, ...], mean: float = 0.0, std: float = 0.0) -> Weight:
+    sizes = {
+        "vocabulary": shape.vocabulary,
+        "width": shape.width,
+        "sequence": shape.sequence,
+        "mlp": shape.mlp_width,
+        "heads": shape.heads * shape.head_dim,
+        "kv_heads": shape.kv_heads * shape.head_dim,
+    }
+    return Weight(name, tuple(sizes[dim] for dim in dims), dims, mean, std)
+
+
+def _mlp_width(width: int, numerator: int, denominator: int, multiple: int) -> int:
+    return -(-width * numerator // (denominator * multiple)) * multiple
+
+
+def _check(shape: ModelShape, vocabulary: int) -> None:
+    if shape.vocabulary < vocabulary:
+        raise ConfigError(
+            f"model.vocabulary = {shape.vocabulary} is less than the tokenizer's {vocabulary} tokens",
+            "a token beyond the embedding has no vector",
+            f'set model.vocabulary to {vocabulary} or more, or leave it "auto"',
+        )
+    if shape.positions == "rotary" and shape.head_dim % 2:
+        raise ConfigError(
+            f"model.width / model.heads = {shape.head_dim} is odd",
+            "rotary positions turn the dimensions of a head in pairs",
+            "choose a width that is an even multiple of model.heads",
+        )
