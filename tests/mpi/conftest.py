@@ -1,0 +1,1 @@
+"""Tests in which all ranks of one launch take part."""
