@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+pytest_plugins = ["hpctrain.testing.plugin"]
+
 # The same examples on every rank and in every run; no deadline, because ranks share cores.
 settings.register_profile("hpctrain", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hpctrain")
