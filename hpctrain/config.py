@@ -192,6 +192,8 @@ class CommConfig(Section):
     """How long a collective waits for the slowest rank before the job is ended with the names of who is missing."""
     start_seconds: float = Field(300.0, gt=0)
     """How long the ranks wait for each other at start-up."""
+    check_master_addr: bool = True
+    """Whether a MASTER_ADDR in the environment that is not the node of rank 0 is refused."""
 
 
 class LogConfig(Section):
@@ -246,6 +248,17 @@ def knobs(model: type[Section] = Config, prefix: str = "") -> dict[str, str]:
     return found
 
 
+def defaults(model: Section | None = None, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key with its default, as plain values."""
+    found: dict[str, Any] = {}
+    for name, value in (model or Config()).__dict__.items():
+        if isinstance(value, Section):
+            found |= defaults(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -296,4 +309,4 @@ def _nearest(key: str) -> str:
     return f"did you mean {best[0]}?" if best else f"known sections: {', '.join(Config.model_fields)}"
 
 
-__all__ = [*(s.__name__ for s in Section.__subclasses__()), "Section", "load", "parse", "knobs"]
+__all__ = [*(s.__name__ for s in Section.__subclasses__()), "Section", "load", "parse", "knobs", "defaults"]
