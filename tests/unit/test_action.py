@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import PlanError
 from hpctrain.schedule.action import Action, Schedule, accumulate
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=300)
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
 
 actions = st.builds(Action, st.integers(0, 300), st.sampled_from("FBIW"), st.integers(0, 3000))
 schedules = st.lists(st.lists(actions, max_size=6).map(tuple), min_size=1, max_size=5).map(

@@ -16,7 +16,7 @@ from hpctrain.plan.layout import ITEMSIZE, Box, Cut, Flat, Layout, piece
 from hpctrain.plan.mesh import Mesh
 
 NAMES = ("pp", "dp", "cp", "tp")
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=400)
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=250)
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -72,9 +72,10 @@ def test_boxes_meet_in_the_elements_that_both_have(case):
     shape, a, b = case
     meet = a.meet(b)
     both = sorted(set(elements(shape, (a,))) & set(elements(shape, (b,))))
-    assert both == (elements(shape, (meet,)) if meet else [])
     assert b.meet(a) == meet
+    assert (meet is None) == (not both)
     if meet:
+        assert elements(shape, (meet,)) == both
         inner = indices(shape)[a.slices][meet.within(a).slices]
         assert inner.ravel().tolist() == both
 
@@ -236,10 +237,10 @@ def test_replicas_share_a_large_tensor_evenly_in_whole_mebibytes():
 
 
 def test_a_small_tensor_is_written_by_one_replica_in_turn():
-    mesh = Mesh((("dp", 2), ("tp", 2)))
+    mesh = Mesh((("dp", 3), ("tp", 2)))
     layout = Layout((6,), "bfloat16", (Cut(0, ("tp",)),))
-    writers = [[rank for rank in range(4) if layout.writes(mesh, rank, turn)] for turn in range(3)]
-    assert writers == [[0, 1], [2, 3], [0, 1]]
+    writers = [[rank for rank in range(6) if layout.writes(mesh, rank, turn)] for turn in range(4)]
+    assert writers == [[0, 1], [2, 3], [4, 5], [0, 1]]
 
 
 def test_a_layout_counts_the_bytes_of_the_global_tensor():

@@ -12,7 +12,7 @@ from hpctrain.errors import PlanError
 from hpctrain.plan.mesh import Mesh
 
 NAMES = ("pp", "dp", "cp", "tp")
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=300)
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 @st.composite

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import PlanError
 from hpctrain.plan.topology import Topology
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=300)
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
 
 topologies = st.lists(st.sampled_from(["n1", "n2", "n10", "gpu-a"]), min_size=1, max_size=20).map(
     lambda hosts: Topology(tuple(hosts))
