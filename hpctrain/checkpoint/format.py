@@ -1,0 +1,268 @@
+"""The file: one HDF5 dataset a tensor, contiguous, under its logical name. The only place where HDF5 is spoken.
+
+Root attributes: ``format``, ``version``, ``step``, ``complete`` (1 once every byte is there) and ``attributes`` (JSON).
+A dataset has the global shape, and the attribute ``dtype``, torch's name of it. The same tensors and attributes give
+the same bytes, whoever writes: no times are recorded, and the oldest HDF5 structures are used, which all releases know.
+Every open is without HDF5's own file locks: on NFS and Lustre they are often not served, and a finished file never
+changes (see docs/reference/checkpoint-format.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
+
+from hpctrain.errors import CheckpointError, IncompleteError
+from hpctrain.plan.layout import ITEMSIZE
+
+FORMAT = "hpctrain checkpoint"
+VERSION = 1
+PAGE = 4096
+ALIGN_FROM_BYTES = 1 << 16  # smaller tensors lie side by side
+OBJECT_BYTES = 1024  # HDF5's bookkeeping for one dataset, from above
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor in the file: its bytes are ``nbytes`` from ``offset`` on, row-major, little-endian."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that a whole checkpoint file says about itself."""
+
+    step: int
+    attributes: dict[str, Any]
+    slots: tuple[Slot, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The index as dicts and lists."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Index:
+        """The index that ``to_json`` gave."""
+        slots = tuple(Slot(**slot | {"shape": tuple(slot["shape"])}) for slot in value["slots"])
+        return cls(value["step"], value["attributes"], slots)
+
+
+def _small_float(like: h5t.TypeFloatID, size: int, exponent: int, mantissa: int, bias: int) -> h5t.TypeFloatID:
+    """A float type of 1 sign bit, and so many of exponent and mantissa, as IEEE 754 would make it."""
+    made = like.copy()
+    made.set_fields(exponent + mantissa, mantissa, exponent, 0, mantissa)
+    made.set_size(size)
+    made.set_ebias(bias)
+    return made
+
+
+# HDF5 reads E4M3 as if it had infinities and misreads 14 of its codes, so those are bytes, and the attribute says what
+# they are. All others are types from which plain h5py makes the right numbers (bfloat16 as float32, E5M2 as float16).
+TYPES: dict[str, h5t.TypeID] = {
+    "float64": h5t.IEEE_F64LE,
+    "float32": h5t.IEEE_F32LE,
+    "float16": h5t.IEEE_F16LE,
+    "bfloat16": _small_float(h5t.IEEE_F32LE, 2, 8, 7, 127),
+    "float8_e5m2": _small_float(h5t.IEEE_F16LE, 1, 5, 2, 15),
+    "float8_e4m3fn": h5t.STD_U8LE,
+    "int64": h5t.STD_I64LE,
+    "int32": h5t.STD_I32LE,
+    "uint8": h5t.STD_U8LE,
+    "bool": h5t.py_create(np.dtype(bool), logical=True),
+    "complex64": h5t.py_create(np.dtype("<c8"), logical=True),
+}
+
+
+def needed_bytes(tensors: Sequence[Slot]) -> int:
+    """Bytes of a file of these tensors, from above."""
+    return sum(slot.nbytes + PAGE for slot in tensors) + 2 * OBJECT_BYTES * (len(tensors) + 64)
+
+
+def lay_out(path: Path, tensors: Sequence[Slot], step: int, attributes: dict[str, Any]) -> dict[str, int]:
+    """Make a new file with room for ``tensors``, in this order, and give the offset of each; one process calls it.
+
+    No data is written: the bytes are holes until a writer fills them, and the file says that it is not complete.
+    """
+    text = json.dumps(attributes, sort_keys=True)
+    room = max(PAGE, 1 << (OBJECT_BYTES * len(tensors)).bit_length())  # bookkeeping first, data after it in one piece
+    options = {"alignment_threshold": ALIGN_FROM_BYTES, "alignment_interval": PAGE, "meta_block_size": room}
+    with h5py.File(path, "x", libver="earliest", locking=False, **options) as file:
+        for name, value in _root(step, text).items():
+            _put_attribute(file.id, name, value)
+        made = {slot.name: _create(file.id, slot) for slot in tensors}
+        return {name: dataset.get_offset() or 0 for name, dataset in made.items()}
+
+
+def mark_complete(path: Path) -> None:
+    """Say in the file that all its bytes are there. One process calls it, when no other has the file open to write."""
+    with h5py.File(path, "r+", libver="earliest", locking=False) as file:
+        h5a.open(file.id, b"complete").write(np.array(1, np.uint8))
+
+
+def read_index(path: Path) -> Index:
+    """What is in a whole checkpoint file.
+
+    Raises IncompleteError for one whose writing or copying did not end, CheckpointError for anything else that is
+    not a checkpoint, and the plain OSError where the file cannot be read at all.
+    """
+    with _opened(path) as file:
+        root = {name: file.attrs[name] for name in ("step", "complete", "attributes")}
+        if not root["complete"]:
+            raise IncompleteError(f"{path} is incomplete", "its writing did not come to the end", _OLDER)
+        slots = tuple(_slots(file.id))
+        size = os.stat(path).st_size
+        for slot in slots:
+            if slot.offset + slot.nbytes > size:
+                raise IncompleteError(f"{path} is incomplete", f"{slot.name} goes beyond its {size} bytes", _OLDER)
+        return Index(int(root["step"]), json.loads(root["attributes"]), slots)
+
+
+def read_attributes(path: Path) -> dict[str, Any]:
+    """What the one who saved said about the run: the ``attributes`` that were given to the save."""
+    with _opened(path) as file:
+        return json.loads(file.attrs["attributes"])
+
+
+def parallel() -> bool:
+    """Whether this h5py can open one file from many ranks."""
+    return bool(h5py.get_config().mpi)
+
+
+class Shared:
+    """A laid-out file that all ranks of ``comm`` have open to write together. Everything here is collective."""
+
+    def __init__(self, path: Path, comm: Any) -> None:
+        self._file = h5py.File(path, "r+", driver="mpio", comm=comm, libver="earliest", locking=False)
+        self._collective = h5p.create(h5p.DATASET_XFER)
+        self._collective.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+
+    def write(self, name: str, boxes: Sequence[Any], data: np.ndarray) -> None:
+        """Write ``data``, the bytes of ``boxes`` in row-major order; a rank with no boxes takes part with nothing."""
+        dataset = h5d.open(self._file.id, name.encode())
+        space = dataset.get_space()
+        count = sum(box.size for box in boxes)
+        _select(space, boxes)
+        memory = h5s.create_simple((max(count, 1),))
+        if not count:
+            memory.select_none()
+        # The same type on both sides: HDF5 moves the bytes as they are, and never converts.
+        kind = dataset.get_type()
+        dataset.write(memory, space, data if count else np.zeros(kind.get_size(), np.uint8), kind, self._collective)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+_OLDER = "go on from an older checkpoint, or copy it again from where it is whole"
+
+
+def _root(step: int, attributes: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": np.int64(VERSION),
+        "step": np.int64(step),
+        "complete": np.uint8(0),
+        "attributes": attributes,
+    }
+
+
+def _put_attribute(owner: h5g.GroupID | h5d.DatasetID | h5f.FileID, name: str, value: Any) -> None:
+    """A scalar attribute; a text is of variable length, since fixed ones end at 64 KiB."""
+    array = np.array(value, h5py.string_dtype()) if isinstance(value, str) else np.asarray(value)
+    kind = h5t.py_create(array.dtype, logical=True)
+    h5a.create(owner, name.encode(), kind, h5s.create(h5s.SCALAR)).write(array)
+
+
+def _create(file: h5f.FileID, slot: Slot) -> h5d.DatasetID:
+    how = h5p.create(h5p.DATASET_CREATE)
+    how.set_layout(h5d.CONTIGUOUS)
+    how.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    how.set_fill_time(h5d.FILL_TIME_NEVER)
+    how.set_obj_track_times(False)
+    links = h5p.create(h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    space = h5s.create_simple(slot.shape) if slot.shape else h5s.create(h5s.SCALAR)
+    try:
+        dataset = h5d.create(file, slot.name.encode(), TYPES[slot.dtype], space, how, links)
+    except (ValueError, RuntimeError) as error:
+        mend = "no name may be the beginning of another"
+        raise CheckpointError(f"{slot.name} cannot be a dataset", f"HDF5: {error}", mend) from None
+    _put_attribute(dataset, "dtype", slot.dtype)
+    return dataset
+
+
+def _opened(path: Path) -> h5py.File:
+    """The file, open to read, and certainly one of ours."""
+    os.close(os.open(path, os.O_RDONLY))  # a plain OSError where it is not there or not ours to read
+    if not h5f.is_hdf5(os.fsencode(path)):
+        raise IncompleteError(f"{path} is not an HDF5 file", "it was cut off, or is something else", _OLDER)
+    try:
+        file = h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise IncompleteError(f"{path} is incomplete", f"HDF5 cannot open it: {error}", _OLDER) from None
+    told = file.attrs.get("format"), file.attrs.get("version")
+    if told != (FORMAT, VERSION):
+        file.close()
+        raise CheckpointError(
+            f"{path} is not a checkpoint that this release reads",
+            f"its format is {told[0]!r}, version {told[1]}, where {FORMAT!r}, version {VERSION} was expected",
+            "read it with the release that wrote it" if told[0] == FORMAT else "",
+        )
+    return file
+
+
+def _slots(file: h5f.FileID) -> Iterator[Slot]:
+    """Every dataset below the root, in the order of names within each group."""
+
+    def walk(group: h5g.GroupID, prefix: str) -> Iterator[Slot]:
+        for key in group:
+            entry = h5o.open(group, key)
+            name = prefix + key.decode()
+            if isinstance(entry, h5g.GroupID):
+                yield from walk(entry, name + "/")
+            elif isinstance(entry, h5d.DatasetID):
+                yield _slot(entry, name)
+
+    yield from walk(h5g.open(file, b"/"), "")
+
+
+def _slot(dataset: h5d.DatasetID, name: str) -> Slot:
+    try:
+        dtype = h5a.open(dataset, b"dtype")
+    except KeyError:
+        raise CheckpointError(f"{name} does not say its dtype", "a tensor's dtype is never guessed") from None
+    told = np.empty((), h5py.string_dtype())
+    dtype.read(told)
+    slot = Slot(name, dataset.shape, told[()].decode(), dataset.get_offset() or 0)
+    if slot.dtype not in TYPES or slot.nbytes != dataset.get_storage_size():
+        raise CheckpointError(f"{name} is not contiguous {slot.dtype}", "its bytes cannot be found from its place")
+    return slot
+
+
+def _select(space: h5s.SpaceID, boxes: Sequence[Any]) -> None:
+    space.select_none()
+    for box in boxes:
+        if box.shape:
+            space.select_hyperslab(box.start, box.shape, op=h5s.SELECT_OR)
+        else:
+            space.select_all()
+

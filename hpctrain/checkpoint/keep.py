@@ -1,0 +1,150 @@
+"""Keep: the folder of checkpoints. Its files appear whole or not at all, and only old ones go.
+
+A file is written aside as ``.step-00000100.h5.HOST.PID.TOKEN.part``, renamed to ``step-00000100.h5`` when all ranks
+have confirmed their bytes, and named in ``latest``. Only one rank calls anything here: folders are listed once, and
+what is decided is told to the others, who may see an older state of a network file system.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from hpctrain.checkpoint.format import Index, read_index
+from hpctrain.checkpoint.save import sync_file
+from hpctrain.errors import CheckpointError, IncompleteError
+
+POINTER = "latest"
+STEP_FILE = re.compile(r"step-(\d{8,})\.h5")
+PART_FILE = re.compile(r"\.(?:step-\d{8,}\.h5|latest)\.(.+)\.(\d+)\.[0-9a-f]+\.part")
+# A file aside whose owner cannot be asked (it ran on another host) is taken for dead after this long without a write.
+STALE_SECONDS = 3600.0
+
+log = logging.getLogger(__name__)
+
+
+def file_name(step: int) -> str:
+    """The name of a step's file."""
+    return f"step-{step:08d}.h5"
+
+
+def part_name(name: str) -> str:
+    """A new name to write ``name`` aside under: it tells whose it is, and no other writer has it."""
+    return f".{name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.part"
+
+
+def listing(folder: Path) -> list[str]:
+    """The names in the folder, none where there is no folder yet. Any other failure to list is an error."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def newest(folder: Path, names: Iterable[str]) -> tuple[Path, Index] | None:
+    """The newest whole checkpoint among ``names``; each newer file that is passed over gets a line in the log.
+
+    None where there are no files of steps at all. Raises IncompleteError where there are, and none is whole: a run that
+    silently began again would be worse. A file that cannot be read raises its OSError.
+    """
+    steps = sorted(((int(found[1]), found[0]) for name in names if (found := STEP_FILE.fullmatch(name))), reverse=True)
+    for _, name in steps:
+        try:
+            return folder / name, read_index(folder / name)
+        except CheckpointError as error:
+            log.warning("skipped: %s", "; ".join(str(error).split("\n  ")))
+    if steps:
+        raise IncompleteError(
+            f"{folder} has {len(steps)} checkpoints and none of them is whole",
+            "the log names each and its fault",
+            "remove them to start from the beginning",
+        )
+    return None
+
+
+def publish(part: Path, path: Path, sync: bool) -> None:
+    """Give a finished file its name, and let the pointer name it."""
+    os.replace(part, path)
+    if sync:
+        sync_file(path.parent)
+    aside = path.parent / part_name(POINTER)
+    aside.write_text(path.name + "\n", encoding="utf-8")
+    if sync:
+        sync_file(aside)
+    os.replace(aside, path.parent / POINTER)
+    if sync:
+        sync_file(path.parent)
+
+
+def prune(folder: Path, names: Iterable[str], keep: int, step: int) -> None:
+    """Remove what is older than the newest ``keep`` whole checkpoints, counted from ``step``, just saved, down.
+
+    Later steps, which a run that went back has left behind it, stay: only a person knows what they are worth.
+    """
+    steps = sorted(((int(found[1]), found[0]) for name in names if (found := STEP_FILE.fullmatch(name))), reverse=True)
+    whole = 0
+    for number, name in steps:
+        if number > step:
+            continue
+        if whole == keep:
+            (folder / name).unlink(missing_ok=True)
+        elif number == step or _whole(folder / name):
+            whole += 1
+
+
+def sweep(folder: Path, names: Iterable[str]) -> None:
+    """Remove files aside whose writers are dead."""
+    for name in names:
+        found = PART_FILE.fullmatch(name)
+        if found and _dead(folder / name, found[1], int(found[2])):
+            (folder / name).unlink(missing_ok=True)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise CheckpointError where the folder's file system has less than ``needed`` bytes left for us."""
+    found = os.statvfs(_standing(folder))
+    free = found.f_bavail * found.f_frsize
+    if free < needed:
+        raise CheckpointError(
+            f"{folder}: a checkpoint needs {needed} bytes and {free} are free",
+            "the newest one stays until the next is whole, so there must be room for both",
+            "free space there, give another folder (run.dir), or lower checkpoint.keep",
+        )
+
+
+def _standing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+
+
+def _whole(path: Path) -> bool:
+    try:
+        read_index(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _dead(path: Path, host: str, pid: int) -> bool:
+    if host == socket.gethostname() and not _alive(pid):
+        return True
+    try:
+        return time.time() - path.stat().st_mtime > STALE_SECONDS
+    except FileNotFoundError:
+        return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,74 @@
+"""From boxes to bytes: which range of the file each piece of a held tensor is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.disk import Piece
+from hpctrain.checkpoint.format import ALIGN_FROM_BYTES
+from hpctrain.checkpoint.state import Entry
+from hpctrain.plan.layout import ITEMSIZE, Box, Run
+
+# Replicas take turns at small tensors in groups of about this size, so that a turn is one write and not many.
+TURN_BYTES = 1 << 22
+
+
+def file_order(entries: Sequence[Entry]) -> list[Entry]:
+    """The small tensors and then the others, by name: their order in the file."""
+    return sorted(entries, key=lambda entry: (entry.layout.nbytes >= ALIGN_FROM_BYTES, entry.name))
+
+
+def write_boxes(entries: Sequence[Entry]) -> Iterator[tuple[Entry, tuple[Box, ...]]]:
+    """What this rank writes of each tensor, in file order; over all ranks each element comes once."""
+    packed = 0
+    for number, entry in enumerate(file_order(entries)):
+        small = entry.layout.nbytes < ALIGN_FROM_BYTES
+        turn = packed // TURN_BYTES if small else number
+        packed += entry.layout.nbytes if small else 0
+        yield entry, () if entry.rank is None else entry.layout.writes(entry.mesh, entry.rank, turn)
+
+
+def read_boxes(entries: Sequence[Entry]) -> Iterator[tuple[Entry, tuple[Box, ...]]]:
+    """What this rank holds of each tensor."""
+    for entry in entries:
+        yield entry, () if entry.rank is None else entry.layout.boxes(entry.mesh, entry.rank)
+
+
+def pieces(entry: Entry, boxes: Sequence[Box], memory: Tensor, offsets: Mapping[str, int]) -> Iterator[Piece]:
+    """Each contiguous run of ``boxes``, in the file and in ``memory``, the held piece as flat bytes."""
+    size = ITEMSIZE[entry.layout.dtype]
+    offset = offsets[entry.name]
+    for at, start, length in runs(entry, boxes):
+        yield Piece(offset + at * size, memory[start * size : (start + length) * size])
+
+
+def runs(entry: Entry, boxes: Sequence[Box]) -> Iterator[tuple[int, int, int]]:
+    """(place in the global tensor, place in the held piece, length) of each contiguous run, in elements."""
+    if not boxes:
+        return
+    box = entry.layout.box(entry.mesh, entry.rank)
+    first, _ = entry.layout.interval(entry.mesh, entry.rank)
+    for part in boxes:
+        for at, start, length in _paired(part.runs(entry.layout.shape), part.within(box).runs(box.shape)):
+            yield at, start - first, length
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The tensor as flat bytes: its own memory where it is contiguous, else a copy."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _paired(one: Iterator[Run], other: Iterator[Run]) -> Iterator[tuple[int, int, int]]:
+    """Two ways to cut the same elements, in the same order, as (place in one, place in other, length)."""
+    place, left = 0, 0
+    for start, length in one:
+        while length:
+            if not left:
+                place, left = next(other)
+            step = min(length, left)
+            yield start, place, step
+            start, length, place, left = start + step, length - step, place + step, left - step

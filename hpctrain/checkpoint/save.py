@@ -1,0 +1,139 @@
+"""Save: the two ways to fill a laid-out file. Whichever is taken, the file's bytes are the same.
+
+``direct``: each rank writes its byte ranges itself, with no MPI call and no HDF5. ``mpio``: all ranks write each
+dataset together through parallel HDF5.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint import disk, format
+from hpctrain.checkpoint.ranges import flat_bytes, pieces, runs, write_boxes
+from hpctrain.checkpoint.state import Entry, State
+from hpctrain.checkpoint.together import together
+from hpctrain.comm.group import Group
+from hpctrain.errors import CheckpointError
+from hpctrain.plan.layout import ITEMSIZE, Box
+
+# MPI-IO counts bytes in 32 bits, and some libraries fail before they say so.
+CALL_BYTES = 1 << 30
+
+Writer = Callable[[Path, Sequence[Entry], State, Mapping[str, int], Group, bool], None]
+
+
+def direct(
+    path: Path, entries: Sequence[Entry], state: State, offsets: Mapping[str, int], group: Group, sync: bool
+) -> None:
+    """Write this rank's ranges of bytes at the datasets' offsets. Collective; an error of one rank is raised on all."""
+
+    def act() -> None:
+        disk.write(path, _pieces(entries, state, offsets), sync)
+
+    together(group, act, f"writing {path}")
+
+
+def mpio(
+    path: Path,
+    entries: Sequence[Entry],
+    state: State,
+    offsets: Mapping[str, int],
+    group: Group,
+    sync: bool,
+    call_bytes: int = CALL_BYTES,
+) -> None:
+    """Write with parallel HDF5, at most ``call_bytes`` in a call. Collective; an error of one rank is raised on all."""
+    planned = [(entry, tuple(_calls(entry, boxes, call_bytes))) for entry, boxes in write_boxes(entries)]
+    counts = torch.tensor([len(calls) for _, calls in planned], dtype=torch.int64)
+    group.all_reduce(counts, "max")
+    file = together(group, lambda: format.Shared(path, group.comm), f"opening {path}")
+    error = _write_all(file, planned, counts.tolist(), state)
+    together(group, lambda: _end(file, path, error, sync), f"writing {path}")
+
+
+WRITERS: dict[str, Writer] = {"direct": direct, "mpio": mpio}
+
+
+def writer(kind: str, group: Group) -> Writer:
+    """The writer of that name; CheckpointError where it cannot work here."""
+    if kind == "mpio" and not (format.parallel() and hasattr(group, "comm")):
+        lacking = f"these ranks talk by {type(group).__name__}" if format.parallel() else "this h5py is a serial build"
+        raise CheckpointError(
+            'checkpoint.writer = "mpio" cannot be used here',
+            f"{lacking}; mpio needs h5py built with HDF5_MPI=ON, and ranks that talk by MPI",
+            'leave checkpoint.writer "auto", or set it to "direct": the file is the same',
+        )
+    return WRITERS["direct" if kind == "auto" else kind]
+
+
+def _pieces(entries: Sequence[Entry], state: State, offsets: Mapping[str, int]) -> Iterator[disk.Piece]:
+    for entry, boxes in write_boxes(entries):
+        if boxes:
+            yield from pieces(entry, boxes, flat_bytes(state[entry.name].tensor), offsets)
+
+
+def _calls(entry: Entry, boxes: Sequence[Box], call_bytes: int) -> Iterator[tuple[Box, ...]]:
+    """The boxes, cut and packed into calls; each call's elements come in row-major order."""
+    limit = max(1, call_bytes // ITEMSIZE[entry.layout.dtype])
+    call: list[Box] = []
+    parts = (part for box in boxes for start in range(0, box.size, limit) for part in _part(box, start, limit))
+    for part in parts:
+        if call and sum(one.size for one in call) + part.size > limit:
+            yield tuple(call)
+            call = []
+        call.append(part)
+    if call:
+        yield tuple(call)
+
+
+def _part(box: Box, start: int, limit: int) -> tuple[Box, ...]:
+    return box.part(start, min(start + limit, box.size))
+
+
+def _write_all(
+    file: format.Shared, planned: Sequence[tuple[Entry, Sequence[tuple[Box, ...]]]], counts: Sequence[int], state: State
+) -> Exception | None:
+    """Make as many calls for each tensor as any rank does, also after an error: others wait in the same call."""
+    error: Exception | None = None
+    for (entry, calls), count in zip(planned, counts, strict=True):
+        for number in range(count):
+            boxes = calls[number] if number < len(calls) else ()
+            try:
+                file.write(entry.name, boxes, _gathered(entry, boxes, state))
+            except Exception as caught:
+                error = error or caught
+    return error
+
+
+def _gathered(entry: Entry, boxes: Sequence[Box], state: State) -> np.ndarray:
+    """The bytes of ``boxes``, one after another; the held memory itself where they lie so."""
+    if not boxes:
+        return np.empty(0, np.uint8)
+    size = ITEMSIZE[entry.layout.dtype]
+    memory = flat_bytes(state[entry.name].tensor)
+    spans = [(start, start + length) for _, start, length in runs(entry, boxes)]
+    if all(one[1] == other[0] for one, other in zip(spans, spans[1:], strict=False)):
+        return memory[spans[0][0] * size : spans[-1][1] * size].cpu().numpy()
+    return torch.cat([memory[start * size : stop * size] for start, stop in spans]).cpu().numpy()
+
+
+def _end(file: format.Shared, path: Path, error: Exception | None, sync: bool) -> None:
+    file.close()
+    if error:
+        raise error
+    if sync:
+        sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Return when the disk has the file's bytes, or a folder's names."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,99 @@
+"""Ranks that are threads of one process: a whole job inside a unit test, with a Group that really meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from threading import Barrier, BrokenBarrierError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import DONE, Group, Handle, Op
+
+SECONDS = 60
+
+
+class Room:
+    """Where the threads of one group meet."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = Barrier(size)
+        self.places: list[Any] = [None] * size
+        self.mail: dict[tuple[int, int, int], Queue] = {
+            (source, to, tag): Queue() for source in range(size) for to in range(size) for tag in range(4)
+        }
+
+
+class ThreadGroup(Group):
+    """One rank of a group whose ranks are threads."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        super().__init__(range(len(room.places)), rank, "threads")
+        self._room = room
+
+    def barrier(self) -> None:
+        self._room.barrier.wait(SECONDS)
+
+    def _all(self, value: Any) -> list[Any]:
+        """Every rank's value. It is the very object: copy before the next meeting."""
+        self._room.places[self.rank] = value
+        self.barrier()
+        found = list(self._room.places)
+        self.barrier()
+        return found
+
+    def _reduced(self, x: Tensor, op: Op) -> Tensor:
+        stack = torch.stack(self._all(x.clone()))
+        return {"sum": stack.sum, "mean": stack.mean, "max": stack.amax, "min": stack.amin}[op](0)
+
+    def _all_reduce(self, x: Tensor, op: Op, later: bool) -> Handle:
+        x.copy_(self._reduced(x, op))
+        return DONE
+
+    def _all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], later: bool) -> Handle:
+        out.copy_(torch.cat(self._all(x.clone())))
+        return DONE
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: Op, sizes: Sequence[int], later: bool) -> Handle:
+        out.copy_(self._reduced(x, op).split(list(sizes))[self.rank])
+        return DONE
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], later: bool
+    ) -> Handle:
+        out.copy_(torch.cat([pieces[self.rank] for pieces in self._all(x.clone().split(list(sizes)))]))
+        return DONE
+
+    def _broadcast(self, x: Tensor, source: int, later: bool) -> Handle:
+        x.copy_(self._all(x.clone())[source])
+        return DONE
+
+    def _send(self, x: Tensor, to: int, tag: int, later: bool) -> Handle:
+        self._room.mail[self.rank, to, tag].put(x.clone())
+        return DONE
+
+    def _recv(self, x: Tensor, source: int, tag: int, later: bool) -> Handle:
+        x.copy_(self._room.mail[source, self.rank, tag].get(timeout=SECONDS))
+        return DONE
+
+
+def run(size: int, act: Callable[[Group], Any]) -> list[Any]:
+    """Call ``act`` with its group on each of ``size`` ranks; the results in rank order, or the cause of failure."""
+    room = Room(size)
+
+    def one(rank: int) -> Any:
+        try:
+            return act(ThreadGroup(room, rank))
+        except BaseException:
+            room.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
