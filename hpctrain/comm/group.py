@@ -12,7 +12,8 @@ The rules, for every transport:
   with ``max`` (any) or ``min`` (all).
 * A piece may have no elements; its rank calls all the same.
 * Each call gives a ``Handle``. With ``later=False`` it is done on return. With ``later=True`` the tensors belong to
-  the group until ``wait()`` returns; handles of one group finish in the order in which they were asked for.
+  the group until ``wait()`` returns; handles of one group finish in the order in which they were asked for, save for
+  ``send`` and ``recv``, which start at once, so that two ranks may send to each other first.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Then(Handle):
 class Group(ABC):
     """Ranks that talk to each other; see the module for the rules."""
 
+    device = torch.device("cpu")  # where the transport takes tensors from
+
     def __init__(self, ranks: Sequence[int], rank: int, name: str = "world") -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -79,14 +82,14 @@ class Group(ABC):
     def all_reduce(self, x: Tensor, op: Op = "sum", *, later: bool = False) -> Handle:
         """Reduce ``x`` over all ranks, in place; every rank gets bit for bit the same result."""
         _check_op(op, x.dtype)
-        whole = x.contiguous()
+        whole = x.detach().contiguous()
         return self._placed(self._all_reduce(whole.view(-1), op, later), x, whole, later)
 
     def all_gather(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None, later: bool = False) -> Handle:
         """Join every rank's ``x`` in ``out``, in rank order; ``sizes`` gives each piece's elements where unequal."""
         sizes = self._sizes(sizes, out, x, "all_gather")
-        whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        handle = self._all_gather(whole.view(-1), x.contiguous().view(-1), sizes, later)
+        whole = _room(out)
+        handle = self._all_gather(whole.view(-1), _flat(x), sizes, later)
         return self._placed(handle, out, whole, later)
 
     def reduce_scatter(
@@ -98,8 +101,8 @@ class Group(ABC):
         """
         _check_op(op, x.dtype)
         sizes = self._sizes(sizes, x, out, "reduce_scatter")
-        whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        handle = self._reduce_scatter(whole.view(-1), x.contiguous().view(-1), op, sizes, later)
+        whole = _room(out)
+        handle = self._reduce_scatter(whole.view(-1), _flat(x), op, sizes, later)
         return self._placed(handle, out, whole, later)
 
     def all_to_all(
@@ -118,25 +121,25 @@ class Group(ABC):
         sizes = self._split(sizes, x, "all_to_all: sizes")
         out_sizes = self._split(out_sizes, out, "all_to_all: out_sizes")
         _check_same(out, x, "all_to_all")
-        whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        handle = self._all_to_all(whole.view(-1), x.contiguous().view(-1), out_sizes, sizes, later)
+        whole = _room(out)
+        handle = self._all_to_all(whole.view(-1), _flat(x), out_sizes, sizes, later)
         return self._placed(handle, out, whole, later)
 
     def broadcast(self, x: Tensor, source: int = 0, *, later: bool = False) -> Handle:
         """Give every rank the ``x`` of rank ``source``, in place."""
         self._check_peer(source, "source")
-        whole = x.contiguous()
+        whole = x.detach().contiguous()
         return self._placed(self._broadcast(whole.view(-1), source, later), x, whole, later)
 
     def send(self, x: Tensor, to: int, *, tag: int = 0, later: bool = False) -> Handle:
         """Send ``x`` to one rank, which calls ``recv`` with as many elements."""
         self._check_peer(to, "to")
-        return self._send(x.contiguous().view(-1), to, tag, later)
+        return self._send(_flat(x), to, tag, later)
 
     def recv(self, x: Tensor, source: int, *, tag: int = 0, later: bool = False) -> Handle:
         """Take what rank ``source`` sends into ``x``."""
         self._check_peer(source, "source")
-        whole = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        whole = _room(x)
         return self._placed(self._recv(whole.view(-1), source, tag, later), x, whole, later)
 
     @abstractmethod
@@ -147,7 +150,7 @@ class Group(ABC):
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat zeroed tensor of this rank, in memory from which collectives need no copy. Collective, equal sizes."""
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """One flat zeroed memory that all ranks of a node map, each seeing the others' writes after a barrier.
@@ -160,23 +163,26 @@ class Group(ABC):
 
     def share(self, value: Any, source: int = 0) -> Any:
         """Give every rank the JSON-able ``value`` of rank ``source``."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        length = torch.tensor([text.numel()], dtype=torch.int64)
+        text = self._text(value)
+        length = torch.tensor([text.numel()], device=self.device)
         self.broadcast(length, source)
         if self.rank != source:
-            text = torch.empty(int(length), dtype=torch.uint8)
+            text = text.new_empty(int(length))
         self.broadcast(text, source)
-        return json.loads(text.numpy().tobytes())
+        return _value(text)
 
     def collect(self, value: Any) -> list[Any]:
         """Every rank's JSON-able ``value``, in rank order, on every rank."""
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.empty(self.size, dtype=torch.int64)
-        self.all_gather(lengths, torch.tensor([text.numel()], dtype=torch.int64))
+        text = self._text(value)
+        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        self.all_gather(lengths, torch.tensor([text.numel()], device=self.device))
         sizes = lengths.tolist()
-        joined = torch.empty(sum(sizes), dtype=torch.uint8)
+        joined = text.new_empty(sum(sizes))
         self.all_gather(joined, text, sizes=sizes)
-        return [json.loads(piece.numpy().tobytes()) for piece in joined.split(sizes)]
+        return [_value(piece) for piece in joined.split(sizes)]
+
+    def _text(self, value: Any) -> Tensor:
+        return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
 
     def close(self) -> None:  # noqa: B027 - a transport that holds nothing has nothing to free
         """Free what the group holds. Collective. The group is not used after it."""
@@ -212,7 +218,7 @@ class Group(ABC):
         """Bring a result that was made in ``whole`` to ``target``, where they are not the same memory."""
         if whole is target or whole.data_ptr() == target.data_ptr():
             return handle
-        placed = Then(handle, lambda: target.copy_(whole))
+        placed = Then(handle, lambda: target.detach().copy_(whole))
         if not later:
             placed.wait()
         return placed
@@ -283,10 +289,24 @@ class SoloGroup(Group):
         return _copied(x, self._mail[tag].pop(0))
 
 
+def _value(text: Tensor) -> Any:
+    return json.loads(text.cpu().numpy().tobytes())
+
+
 def _copied(out: Tensor, x: Tensor) -> Handle:
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
     return DONE
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The elements of ``x`` in one run; ``x`` itself where it is one already. Gradients are no matter of a transport."""
+    return x.detach().contiguous().view(-1)
+
+
+def _room(x: Tensor) -> Tensor:
+    """One run of memory for a result: that of ``x`` where it is one already."""
+    return x.detach() if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _check_same(a: Tensor, b: Tensor, what: str) -> None:

@@ -1,0 +1,131 @@
+"""MpiGroup: a group over MPI. Ranks of a node talk through memory that they share, nodes through messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.comm.group import Group, Handle, Op
+from hpctrain.comm.operation import Ledger, Operation
+from hpctrain.comm.reduce import Reducer
+from hpctrain.comm.wire import Wire
+from hpctrain.comm.worker import Worker
+from hpctrain.errors import CommError, LateError, ShapeError
+
+
+class MpiGroup(Group):
+    """The ranks of an MPI communicator. Making one is collective over ``comm``, which stays the caller's.
+
+    ``ranks`` are the members' ranks in the world where ``comm`` is not the world; ``node_key`` tells which ranks
+    share a node where it is not MPI that shall say it.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        name: str = "world",
+        timeout_seconds: float = 600.0,
+        node_key: str | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(ranks or range(comm.size), comm.rank, name)
+        self._ledger = Ledger(name, self.ranks, timeout_seconds)
+        self._worker = Worker(name, threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        self._wire = Wire(comm.Dup(), self._ledger, Reducer())
+        self._mail = Wire(comm.Dup(), self._ledger, Reducer())
+        self._failed: Exception | None = None
+
+    def barrier(self) -> None:
+        self._do(Operation("barrier"), self._wire.barrier, False)
+
+    def close(self) -> None:
+        self._worker.close()
+        if self._failed is None and not MPI.Is_finalized():
+            self._wire.comm.Free()
+            self._mail.comm.Free()
+
+    # ---- what Group asks for -------------------------------------------------------------------------------------
+
+    def _all_reduce(self, x: Tensor, op: Op, later: bool) -> Handle:
+        return self._do(Operation.of("all_reduce", x, op), partial(self._wire.all_reduce, x, op), later, x)
+
+    def _all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], later: bool) -> Handle:
+        operation = Operation.of("all_gather", out, sizes=sizes)
+        return self._do(operation, partial(self._wire.all_gather, out, x, sizes), later, x)
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: Op, sizes: Sequence[int], later: bool) -> Handle:
+        operation = Operation.of("reduce_scatter", x, op, sizes=sizes)
+        return self._do(operation, partial(self._wire.reduce_scatter, out, x, op, sizes), later, x)
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], later: bool
+    ) -> Handle:
+        operation = Operation.of("all_to_all", x, elements=0)  # sizes differ from rank to rank
+        return self._do(operation, partial(self._wire.all_to_all, out, x, out_sizes, sizes), later, x)
+
+    def _broadcast(self, x: Tensor, source: int, later: bool) -> Handle:
+        operation = Operation.of("broadcast", x, root=source)
+        return self._do(operation, partial(self._wire.broadcast, x, source), later, x)
+
+    def _send(self, x: Tensor, to: int, tag: int, later: bool) -> Handle:
+        return self._message(partial(self._mail.send, x, to, tag), x, later)
+
+    def _recv(self, x: Tensor, source: int, tag: int, later: bool) -> Handle:
+        return self._message(partial(self._mail.recv, x, source, tag), x, later)
+
+    # ---- doing ---------------------------------------------------------------------------------------------------
+
+    def _do(self, operation: Operation, work: Callable[[], None], later: bool, x: Tensor | None = None) -> Handle:
+        """Do a collective in its turn, after all ranks have agreed that it is the same one."""
+        _check_place(operation.kind, x)
+        return self._worker.do(partial(self._guarded, operation, work), later)
+
+    def _guarded(self, operation: Operation, work: Callable[[], None]) -> None:
+        if self._failed is not None:
+            raise CommError(f"group {self.name} has failed before and cannot do {operation}", str(self._failed))
+        self._ledger.add(operation)
+        try:
+            self._wire.agree(operation)
+            work()
+        except LateError as error:
+            self._failed = error
+            raise
+        except MPI.Exception as error:
+            self._failed = error
+            raise CommError(f"MPI could not do {operation} in group {self.name}", str(error)) from error
+
+    def _message(self, start: Callable[[], list[MPI.Request]], x: Tensor, later: bool) -> Handle:
+        """Messages start at once, past the queue: two ranks that send to each other first must not block."""
+        _check_place("send and recv", x)
+        message = Message(self._mail, start(), x)
+        if not later:
+            message.wait()
+        return message
+
+
+class Message(Handle):
+    """A message under way."""
+
+    def __init__(self, mail: Wire, requests: list[MPI.Request], x: Tensor) -> None:
+        self._mail, self._requests, self._x = mail, requests, x
+
+    def done(self) -> bool:
+        return MPI.Request.Testall(self._requests)
+
+    def wait(self) -> None:
+        self._mail.wait(self._requests, self._x)
+
+
+def _check_place(what: str, x: Tensor | None) -> None:
+    if x is not None and x.device.type != "cpu":
+        raise ShapeError(
+            f"{what}: a tensor on {x.device} cannot travel over MPI",
+            "MPI groups move the host's memory",
+            "bring it to the CPU first, or take comm.backend = nccl",
+        )
+
+
+

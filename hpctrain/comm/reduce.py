@@ -1,0 +1,80 @@
+"""Reduce: several equal flat tensors into one, in their order, a block at a time so that sums stay in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Op
+
+BLOCK_BYTES = 512 * 1024  # half of a usual second-level cache: the running sum stays there while sources stream by
+
+COMBINE = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
+WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+class Reducer:
+    """Reduces by ``op``; it keeps its scratch memory, which is why it is a class. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def __call__(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
+        """Reduce ``sources`` into ``out``, which may be one of them. bf16 and fp16 add up in fp32, rounded once."""
+        step = BLOCK_BYTES // WIDE.get(out.dtype, out.dtype).itemsize
+        if out.numel() <= step:
+            return self.block(out, sources, op)
+        for blocks in zip(out.split(step), *(source.split(step) for source in sources), strict=True):
+            self.block(blocks[0], blocks[1:], op)
+
+    def block(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
+        """Reduce at most a block."""
+        if len(sources) == 1:
+            out.copy_(sources[0])
+        elif out.dtype in WIDE and op in ("sum", "mean"):
+            self._wide(out, sources, op)
+        else:
+            self._plain(out, sources, op)
+
+    def _plain(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
+        combine = COMBINE[op]
+        running = sources[0]
+        scratch = self._of(out.dtype, 0, out.numel()) if len(sources) > 2 else out
+        for source in sources[1:-1]:
+            running = combine(running, source, out=scratch)
+        combine(running, sources[-1], out=out)  # only the last step writes to out: it may be one of the sources
+        if op == "mean":
+            out.div_(len(sources))
+
+    def _wide(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
+        of = partial(self._of, WIDE[out.dtype], numel=out.numel())
+        running, next_one = of(0).copy_(sources[0]), of(1)
+        for source in sources[1:]:
+            running.add_(next_one.copy_(source))
+        if op == "mean":
+            running.div_(len(sources))
+        out.copy_(running)
+
+    def _of(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:
+        if (dtype, index) not in self._scratch:
+            self._scratch[dtype, index] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype)
+        return self._scratch[dtype, index][:numel]
+
+
+def cut(total: int, pieces: int, align: int = 1) -> list[int]:
+    """Sizes of ``pieces`` runs that make ``total``, equal up to ``align``; the last ones may be shorter or empty."""
+    step = -(-total // pieces)
+    step = -(-step // align) * align
+    return [max(0, min(step, total - i * step)) for i in range(pieces)]
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    """Where each of the runs begins."""
+    found, position = [], 0
+    for size in sizes:
+        found.append(position)
+        position += size
+    return found
