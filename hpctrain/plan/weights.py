@@ -166,7 +166,7 @@ def _embed(shape: ModelShape) -> Iterator[Weight]:
 def _head(shape: ModelShape) -> Iterator[Weight]:
     yield from _norm(shape, "head.norm")
     if not shape.tied:
-        yield _weight(shape, "head.weight", ("vocabulary", "width"), std=shape.init_std)
+        yield _weight(shape, "head.logits.weight", ("vocabulary", "width"), std=shape.init_std)
 
 
 def _norm(shape: ModelShape, name: str) -> Iterator[Weight]:

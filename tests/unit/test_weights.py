@@ -59,7 +59,7 @@ def test_names_are_unique_and_belong_to_one_of_three_parts(shape):
     names = [weight.name for weight in weights(shape)]
     assert len(set(names)) == len(names)
     assert {name.partition(".")[0] for name in names} == {"embed", "blocks", "head"}
-    assert ("head.weight" in names) == (not shape.tied)
+    assert ("head.logits.weight" in names) == (not shape.tied)
     assert ("embed.positions" in names) == (shape.positions == "learned")
 
 

@@ -1,0 +1,93 @@
+"""Attention: queries look at keys of the same sample that do not lie ahead.
+
+Dims: B samples, T tokens, D width, H heads (of queries, or of keys and values), E dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpctrain.model.parts import Gather, Spread, norm
+from hpctrain.plan.weights import ModelShape
+
+
+class Attention(nn.Module):
+    """A norm, then causal attention of all heads that this module's weights make, however many those are."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.rope_base = shape.rope_base if shape.positions == "rotary" else None
+        self.norm = norm(shape)
+        self.query = Spread(shape.width, shape.heads * shape.head_dim, shape.bias)
+        self.key = Spread(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
+        self.value = Spread(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
+        self.out = Gather(shape.heads * shape.head_dim, shape.width, shape.bias)
+
+    def forward(self, x_BTD: Tensor, allowed_B1TT: Tensor | None) -> Tensor:
+        """``allowed`` says which token sees which; None for every token before it, the quickest way."""
+        x_BTD = self.norm(x_BTD)
+        q_BTHE, k_BTHE, v_BTHE = (
+            part(x_BTD).unflatten(-1, (-1, self.head_dim)) for part in (self.query, self.key, self.value)
+        )
+        if self.rope_base is not None:
+            q_BTHE, k_BTHE = rotate(q_BTHE, self.rope_base), rotate(k_BTHE, self.rope_base)
+        y_BHTE = F.scaled_dot_product_attention(
+            q_BTHE.transpose(1, 2),
+            k_BTHE.transpose(1, 2),
+            v_BTHE.transpose(1, 2),
+            attn_mask=allowed_B1TT,
+            is_causal=allowed_B1TT is None,
+            enable_gqa=q_BTHE.shape[2] != k_BTHE.shape[2],
+        )
+        return self.out(y_BHTE.transpose(1, 2).flatten(2))
+
+
+def within_documents(documents_BT: Tensor) -> Tensor:
+    """Which token (dim 2) may see which (dim 3): those of its own document, up to itself."""
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return same_BTT.tril_()[:, None]
+
+
+def rotate(x_BTHE: Tensor, base: float) -> Tensor:
+    """Turn each pair of dimensions by an angle that grows with the token's position (Su 2021, RoFormer).
+
+    Dimension i is paired with i + E/2, as in Llama checkpoints of Hugging Face.
+    """
+    wide = torch.promote_types(x_BTHE.dtype, torch.float32)
+    cos_TE, sin_TE = turns(x_BTHE.shape[1], x_BTHE.shape[3] // 2, base, wide, x_BTHE.device)
+    return _Rotate.apply(x_BTHE.to(wide), cos_TE[:, None], sin_TE[:, None]).to(x_BTHE.dtype)
+
+
+@lru_cache(maxsize=16)
+def turns(length: int, pairs: int, base: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angle for each pair, worked out in fp64. Kept: do not write into them."""
+    positions = torch.arange(length, dtype=torch.float64, device=device)
+    frequencies = base ** (-torch.arange(pairs, dtype=torch.float64, device=device) / pairs)
+    angles = positions[:, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The rotation; its gradient is the rotation back. Keeps no activation, where autograd would keep four."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.turns = (cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _turn(gradient, *ctx.turns, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (a, b), (out_a, out_b) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-way)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=way)
+    return out
