@@ -120,8 +120,8 @@ class Guard:
             return True
         mine = _digest(error if code else None)
         theirs = bytearray(len(mine) * self._comm.size)
-        request = self._comm.Iallgather(mine, theirs)
-        if not within(request.Test, GRACE_SECONDS if code else self._seconds):
+        self._parting = self._comm.Iallgather(mine, theirs)  # kept: MPI writes to its memory until it is done
+        if not within(self._parting.Test, GRACE_SECONDS if code else self._seconds):
             if not code:
                 self.abort(late(missing(self._comm), "the end of the run", self._seconds))
             return False

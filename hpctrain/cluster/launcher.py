@@ -6,6 +6,7 @@ carries mpirun's daemons. The order of ``LAUNCHERS`` says who is believed; MPI i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -100,6 +101,11 @@ def claims(environ: Mapping[str, str]) -> tuple[Launch, ...]:
     if step and _from_srun(environ):
         return (step, *spoken)
     return (*spoken, *((step,) if step else ())) or (ALONE,)
+
+
+def first_rank() -> bool:
+    """Whether this process speaks for the others before they have met, as far as its launcher says."""
+    return launch(os.environ).rank in (None, 0)
 
 
 def _said(environ: Mapping[str, str], names: Names) -> Launch | None:

@@ -21,6 +21,8 @@ from hpctrain.errors import LaunchError
 
 # An item of a node list: characters of a name, and bracketed numbers or ranges of numbers.
 _ITEM = re.compile(r"(?:[\w.\-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+")
+# The numbers that Slurm gives to a job's shells: the step of a batch script, and that of salloc's interactive shell.
+_SHELLS = {"4294967290", "4294967291"}
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -70,7 +72,8 @@ _STEP = {"SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TAS
 
 def in_step(environ: Mapping[str, str]) -> bool:
     """Whether this process is a task that ``srun`` started, and not a shell of the job."""
-    return "SLURM_PROCID" in environ and any(name in environ for name in _TEXTS["step"])
+    step = next((environ[name] for name in _TEXTS["step"] if name in environ), None)
+    return "SLURM_PROCID" in environ and step is not None and step not in _SHELLS
 
 
 def job(environ: Mapping[str, str]) -> Job | None:

@@ -48,8 +48,9 @@ def _init() -> Any:
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        level = ctypes.c_int(-1)
-        ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(level))
+        wanted = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}")
+        provided = ctypes.c_int(-1)
+        ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, ctypes.c_int(wanted), ctypes.byref(provided))
         for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):  # as mpi4py does where it starts MPI itself
             comm.Set_errhandler(MPI.ERRORS_RETURN)
     return MPI

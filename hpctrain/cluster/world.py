@@ -11,15 +11,18 @@ import functools
 import os
 import pickle
 import socket
+import sys
 import zlib
 from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpctrain.cluster import door, launcher
+from hpctrain.cluster import advice, door, launcher, slurm
 from hpctrain.cluster.abort import GUARD
 from hpctrain.cluster.address import own_names, resolve
+from hpctrain.cluster.advice import Advice
+from hpctrain.cluster.devices import usable_cores
 from hpctrain.cluster.fact import Fact
 from hpctrain.cluster.launcher import Launch
 from hpctrain.cluster.start import start_mpi
@@ -36,11 +39,11 @@ THREADS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 @dataclass(frozen=True)
 class Card:
-    """What each rank shows the others at the door. ``node`` is the first rank of its node."""
+    """What each rank shows the others: ``node`` is the first rank of its node, ``cores`` has a bit for each core."""
 
     host: str
     node: int
-    local_rank: int
+    cores: int
     master_addr: str | None
     master_port: str | None
 
@@ -52,6 +55,8 @@ class World:
         self, comm: MPI.Comm | None, cards: list[Card], launch: Launch, facts: tuple[Fact, ...], config: CommConfig
     ) -> None:
         self.comm = comm
+        self._seconds = config.timeout_seconds
+        self._guarded = False
         self.rank, self.size = (comm.rank, comm.size) if comm else (0, 1)
         self.topology = Topology(_names(cards))
         self.host = self.topology.hosts[self.rank]
@@ -59,9 +64,10 @@ class World:
         self.local_rank = self.topology.local_rank(self.rank)
         self.local_size = len(self.topology.ranks_of(self.node))
         self.launcher, self.launcher_version = launch.launcher, launch.version
+        self.cores_of_node = tuple(_cores(cards[rank].cores) for rank in self.topology.ranks_of(self.node))
+        self.cores = self.cores_of_node[self.local_rank]
         self.facts = facts
-        self._seconds = config.timeout_seconds
-        self._guarded = False
+        self.warnings = self.share(_warnings(launch, self.local_size))
 
     @classmethod
     def join(cls, config: CommConfig | None = None) -> World:
@@ -81,6 +87,8 @@ class World:
             GUARD.arm(private, socket.gethostname(), config.timeout_seconds)
         world = cls._meet(comm, launch, config)
         world._guarded = True
+        if world.leads:
+            sys.stderr.write("".join(f"hpctrain: warning: {warning}\n" for warning in world.warnings))
         return world
 
     @classmethod
@@ -122,6 +130,11 @@ class World:
             text = bytearray(int.from_bytes(length, "little"))
         wait(self.comm.Ibcast(text), self.comm, "share", self._seconds)
         return value if self.leads else pickle.loads(text)
+
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, which can be pickled, in rank order, on every rank. Collective."""
+        self.barrier()  # the wait for the others has an end; what follows finds them all here
+        return [value] if self.comm is None else self.comm.allgather(value)
 
     def barrier(self) -> None:
         """Return when every rank has come here. Collective. Raises LateError with the names of who did not."""
@@ -165,22 +178,27 @@ def _communicators() -> tuple[MPI.Comm, MPI.Comm]:
 
 
 def _card(comm: MPI.Comm | None, host: str | None) -> Card:
-    node, local_rank = _place(comm, host)
+    node = _node(comm, host)
     address, port = (os.environ.get(name) or None for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return Card(host or socket.gethostname(), node, local_rank, address, port)
+    cores = sum(1 << core for core in usable_cores())
+    return Card(host or socket.gethostname(), node, cores, address, port)
 
 
-def _place(comm: MPI.Comm | None, host: str | None) -> tuple[int, int]:
-    """The first rank of this node, and this rank's place on it."""
+def _node(comm: MPI.Comm | None, host: str | None) -> int:
+    """The first rank of this node."""
     if comm is None:
-        return 0, 0
+        return 0
     shared = comm.Split_type(_mpi().COMM_TYPE_SHARED)
     if host is not None:
         shared, whole = shared.Split(zlib.crc32(host.encode()) & 0x7FFFFFFF), shared
         whole.Free()
-    place = shared.bcast(comm.rank), shared.rank
+    first = shared.bcast(comm.rank)
     shared.Free()
-    return place
+    return first
+
+
+def _cores(bits: int) -> frozenset[int]:
+    return frozenset(core for core in range(bits.bit_length()) if bits >> core & 1)
 
 
 def _gather(comm: MPI.Comm | None, card: Card, seconds: float) -> list[Card]:
@@ -209,6 +227,16 @@ def _facts(comm: MPI.Comm | None, launch: Launch) -> tuple[Fact, ...]:
     own = (Fact("rank", rank, source), Fact("size", size, source), Fact("launcher", launch.launcher, launch.sources[1]))
     said = tuple(fact for claim in launcher.claims(os.environ) for fact in claim.facts)
     return (*own, *said, *_library(comm))
+
+
+def _warnings(launch: Launch, ranks_here: int) -> list[Advice]:
+    """What is said at every start: the launcher gave this rank less than was asked for."""
+    job = slurm.job(os.environ)
+    if job is None:
+        return []
+    srun = launch.launcher == "srun"
+    lost = advice.lost_cores(job.cpus_per_task, len(os.sched_getaffinity(0)), srun)
+    return lost + advice.lost_tasks(job.asked_tasks_per_node if srun else None, ranks_here)
 
 
 def _library(comm: MPI.Comm | None) -> tuple[Fact, ...]:
