@@ -53,7 +53,7 @@ class Checkpoint:
         return path
 
     def resume(self, state: State) -> int:
-        """Fill ``state`` from the newest whole checkpoint and give its step; 0, and nothing is filled, with none there."""
+        """Fill ``state`` from the newest whole checkpoint and give its step; 0, and nothing filled, with none there."""
         entries = agree(state, self.mesh, self.group)
         found = led(self.group, lambda: self._find(entries))
         if found is None:

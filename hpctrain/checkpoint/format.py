@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ FORMAT = "hpctrain checkpoint"
 VERSION = 1
 PAGE = 4096
 ALIGN_FROM_BYTES = 1 << 16  # smaller tensors lie side by side
+MEGABYTE = 1 << 20
 OBJECT_BYTES = 1024  # HDF5's bookkeeping for one dataset, from above
+TEXT = h5py.string_dtype()
+SCALAR = h5s.create(h5s.SCALAR)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ TYPES: dict[str, h5t.TypeID] = {
 
 def needed_bytes(tensors: Sequence[Slot]) -> int:
     """Bytes of a file of these tensors, from above."""
-    return sum(slot.nbytes + PAGE for slot in tensors) + 2 * OBJECT_BYTES * (len(tensors) + 64)
+    data = sum(slot.nbytes + (PAGE if slot.nbytes >= ALIGN_FROM_BYTES else 0) for slot in tensors)
+    return data + 2 * OBJECT_BYTES * len(tensors) + MEGABYTE
 
 
 def lay_out(path: Path, tensors: Sequence[Slot], step: int, attributes: dict[str, Any]) -> dict[str, int]:
@@ -107,8 +112,7 @@ def lay_out(path: Path, tensors: Sequence[Slot], step: int, attributes: dict[str
     with h5py.File(path, "x", libver="earliest", locking=False, **options) as file:
         for name, value in _root(step, text).items():
             _put_attribute(file.id, name, value)
-        made = {slot.name: _create(file.id, slot) for slot in tensors}
-        return {name: dataset.get_offset() or 0 for name, dataset in made.items()}
+        return {slot.name: _create(file.id, slot) for slot in tensors}
 
 
 def mark_complete(path: Path) -> None:
@@ -187,27 +191,34 @@ def _root(step: int, attributes: str) -> dict[str, Any]:
 
 def _put_attribute(owner: h5g.GroupID | h5d.DatasetID | h5f.FileID, name: str, value: Any) -> None:
     """A scalar attribute; a text is of variable length, since fixed ones end at 64 KiB."""
-    array = np.array(value, h5py.string_dtype()) if isinstance(value, str) else np.asarray(value)
+    array = np.array(value, TEXT) if isinstance(value, str) else np.asarray(value)
     kind = h5t.py_create(array.dtype, logical=True)
-    h5a.create(owner, name.encode(), kind, h5s.create(h5s.SCALAR)).write(array)
+    h5a.create(owner, name.encode(), kind, SCALAR).write(array)
 
 
-def _create(file: h5f.FileID, slot: Slot) -> h5d.DatasetID:
-    how = h5p.create(h5p.DATASET_CREATE)
-    how.set_layout(h5d.CONTIGUOUS)
-    how.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-    how.set_fill_time(h5d.FILL_TIME_NEVER)
-    how.set_obj_track_times(False)
-    links = h5p.create(h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    space = h5s.create_simple(slot.shape) if slot.shape else h5s.create(h5s.SCALAR)
+@cache
+def _manner() -> tuple[h5p.PropDCID, h5p.PropLCID]:
+    """How every dataset and its link are made."""
+    dataset = h5p.create(h5p.DATASET_CREATE)
+    dataset.set_layout(h5d.CONTIGUOUS)
+    dataset.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    dataset.set_fill_time(h5d.FILL_TIME_NEVER)
+    dataset.set_obj_track_times(False)
+    link = h5p.create(h5p.LINK_CREATE)
+    link.set_create_intermediate_group(True)
+    return dataset, link
+
+
+def _create(file: h5f.FileID, slot: Slot) -> int:
+    """Make a dataset, and give its offset in the file; 0 for one with no bytes."""
+    space = h5s.create_simple(slot.shape) if slot.shape else SCALAR
     try:
-        dataset = h5d.create(file, slot.name.encode(), TYPES[slot.dtype], space, how, links)
+        dataset = h5d.create(file, slot.name.encode(), TYPES[slot.dtype], space, *_manner())
     except (ValueError, RuntimeError) as error:
         mend = "no name may be the beginning of another"
         raise CheckpointError(f"{slot.name} cannot be a dataset", f"HDF5: {error}", mend) from None
     _put_attribute(dataset, "dtype", slot.dtype)
-    return dataset
+    return dataset.get_offset() or 0
 
 
 def _opened(path: Path) -> h5py.File:
@@ -250,10 +261,11 @@ def _slot(dataset: h5d.DatasetID, name: str) -> Slot:
         dtype = h5a.open(dataset, b"dtype")
     except KeyError:
         raise CheckpointError(f"{name} does not say its dtype", "a tensor's dtype is never guessed") from None
-    told = np.empty((), h5py.string_dtype())
+    told = np.empty((), TEXT)
     dtype.read(told)
-    slot = Slot(name, dataset.shape, told[()].decode(), dataset.get_offset() or 0)
-    if slot.dtype not in TYPES or slot.nbytes != dataset.get_storage_size():
+    offset = dataset.get_offset()  # None for what is not in one piece, and for no bytes at all
+    slot = Slot(name, dataset.shape, told[()].decode(), offset or 0)
+    if slot.dtype not in TYPES or (slot.nbytes and offset is None) or slot.nbytes != dataset.get_storage_size():
         raise CheckpointError(f"{name} is not contiguous {slot.dtype}", "its bytes cannot be found from its place")
     return slot
 
