@@ -50,7 +50,7 @@ def show(report: Report) -> str:
     rows = [(fact.name, _shown(fact.value), fact.source) for fact in report.facts]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{name:<{widths[0]}}  {value:<{min(widths[1], 48)}}  {source}".rstrip() for name, value, source in rows]
-    warned = [f"warning: {item.what}\n  {item.why}\n  {item.mend}" for item in report.warnings]
+    warned = [f"warning: {item}" for item in report.warnings]
     return "\n".join([*lines, "", *(warned or ["nothing to mend"])])
 
 

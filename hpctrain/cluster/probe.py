@@ -14,6 +14,7 @@ import psutil
 
 from hpctrain.cluster.devices import VISIBLE, visible_devices
 
+MPI_LIBRARY = re.compile(r"/libmpi(ch)?(_cray|_gnu|_intel|_abi|\d)*\.so")  # and not its C++ or Fortran part
 DEVICE_FILE = re.compile(r"nvidia\d+|renderD\d+")
 
 
@@ -108,8 +109,8 @@ def find_mount(path: str, mountinfo: str) -> tuple[str, str]:
 
 def mpi_libraries(maps: str) -> tuple[str, ...]:
     """The MPI libraries that a process has loaded, by its memory map."""
-    found = {line.split()[-1] for line in maps.splitlines() if "/libmpi" in line}
-    return tuple(sorted(path for path in found if re.search(r"/libmpi(_\w+)?\.so", path) and "cxx" not in path))
+    found = {line.split()[-1] for line in maps.splitlines() if line}
+    return tuple(sorted(path for path in found if MPI_LIBRARY.search(path)))
 
 
 def memory_limit() -> tuple[int, str]:
