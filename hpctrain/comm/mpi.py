@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.group import Group, Handle, Op
 from hpctrain.comm.operation import Ledger, Operation
 from hpctrain.comm.reduce import Reducer
+from hpctrain.comm.transport import open_transport
 from hpctrain.comm.wire import Wire
 from hpctrain.comm.worker import Worker
 from hpctrain.errors import CommError, LateError, ShapeError
@@ -34,41 +36,53 @@ class MpiGroup(Group):
         super().__init__(ranks or range(comm.size), comm.rank, name)
         self._ledger = Ledger(name, self.ranks, timeout_seconds)
         self._worker = Worker(name, threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-        self._wire = Wire(comm.Dup(), self._ledger, Reducer())
         self._mail = Wire(comm.Dup(), self._ledger, Reducer())
+        self._transport = open_transport(comm, self._ledger, node_key)
         self._failed: Exception | None = None
 
     def barrier(self) -> None:
-        self._do(Operation("barrier"), self._wire.barrier, False)
+        self._do(Operation("barrier"), self._transport.barrier, False)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = self._memory(Operation("buffer", dtype, numel), False)
+        return torch.zeros(numel, dtype=dtype) if memory is None else memory
+
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._memory(Operation("common", dtype, numel), True)
 
     def close(self) -> None:
         self._worker.close()
         if self._failed is None and not MPI.Is_finalized():
-            self._wire.comm.Free()
+            self._transport.free()
             self._mail.comm.Free()
+
+    def _memory(self, operation: Operation, shared: bool) -> Tensor | None:
+        found: list[Tensor | None] = []
+        self._do(operation, lambda operation: found.append(self._transport.buffer(operation, shared)), False)
+        return found[0]
 
     # ---- what Group asks for -------------------------------------------------------------------------------------
 
     def _all_reduce(self, x: Tensor, op: Op, later: bool) -> Handle:
-        return self._do(Operation.of("all_reduce", x, op), partial(self._wire.all_reduce, x, op), later, x)
+        return self._do(Operation.of("all_reduce", x, op), lambda o: self._transport.all_reduce(o, x, op), later, x)
 
     def _all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], later: bool) -> Handle:
         operation = Operation.of("all_gather", out, sizes=sizes)
-        return self._do(operation, partial(self._wire.all_gather, out, x, sizes), later, x)
+        return self._do(operation, lambda o: self._transport.all_gather(o, out, x, sizes), later, x)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: Op, sizes: Sequence[int], later: bool) -> Handle:
         operation = Operation.of("reduce_scatter", x, op, sizes=sizes)
-        return self._do(operation, partial(self._wire.reduce_scatter, out, x, op, sizes), later, x)
+        return self._do(operation, lambda o: self._transport.reduce_scatter(o, out, x, op, sizes), later, x)
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], later: bool
     ) -> Handle:
         operation = Operation.of("all_to_all", x, elements=0)  # sizes differ from rank to rank
-        return self._do(operation, partial(self._wire.all_to_all, out, x, out_sizes, sizes), later, x)
+        return self._do(operation, lambda o: self._transport.all_to_all(o, out, x, out_sizes, sizes), later, x)
 
     def _broadcast(self, x: Tensor, source: int, later: bool) -> Handle:
         operation = Operation.of("broadcast", x, root=source)
-        return self._do(operation, partial(self._wire.broadcast, x, source), later, x)
+        return self._do(operation, lambda o: self._transport.broadcast(o, x, source), later, x)
 
     def _send(self, x: Tensor, to: int, tag: int, later: bool) -> Handle:
         return self._message(partial(self._mail.send, x, to, tag), x, later)
@@ -78,18 +92,19 @@ class MpiGroup(Group):
 
     # ---- doing ---------------------------------------------------------------------------------------------------
 
-    def _do(self, operation: Operation, work: Callable[[], None], later: bool, x: Tensor | None = None) -> Handle:
+    def _do(
+        self, operation: Operation, work: Callable[[Operation], None], later: bool, x: Tensor | None = None
+    ) -> Handle:
         """Do a collective in its turn, after all ranks have agreed that it is the same one."""
         _check_place(operation.kind, x)
         return self._worker.do(partial(self._guarded, operation, work), later)
 
-    def _guarded(self, operation: Operation, work: Callable[[], None]) -> None:
+    def _guarded(self, operation: Operation, work: Callable[[Operation], None]) -> None:
         if self._failed is not None:
             raise CommError(f"group {self.name} has failed before and cannot do {operation}", str(self._failed))
         self._ledger.add(operation)
         try:
-            self._wire.agree(operation)
-            work()
+            work(operation)
         except LateError as error:
             self._failed = error
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -97,10 +97,10 @@ class Ledger:
             "look at what kept this rank; comm.timeout_seconds is the limit",
         )
 
-    def differing(self, operations: Sequence[Operation]) -> CommError:
-        """Ranks that came to one meeting with different operations."""
+    def differing(self, operations: Mapping[int, Operation]) -> CommError:
+        """Ranks of the group that came to one meeting with different operations."""
         who: dict[Operation, list[int]] = {}
-        for rank, operation in enumerate(operations):
+        for rank, operation in operations.items():
             who.setdefault(operation, []).append(rank)
         told = "; ".join(f"{', '.join(map(self.named, ranks))}: {operation}" for operation, ranks in who.items())
         return CommError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -24,11 +24,16 @@ class Reducer:
 
     def __call__(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
         """Reduce ``sources`` into ``out``, which may be one of them. bf16 and fp16 add up in fp32, rounded once."""
-        step = BLOCK_BYTES // WIDE.get(out.dtype, out.dtype).itemsize
-        if out.numel() <= step:
+        if out.numel() <= _step(out.dtype):
             return self.block(out, sources, op)
-        for blocks in zip(out.split(step), *(source.split(step) for source in sources), strict=True):
-            self.block(blocks[0], blocks[1:], op)
+        for out_block, *blocks in self.blocks([out, *sources]):
+            self.block(out_block, blocks, op)
+
+    @staticmethod
+    def blocks(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Equal tensors, a block of each at a time."""
+        step = _step(tensors[0].dtype)
+        return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
     def block(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
         """Reduce at most a block."""
@@ -62,6 +67,10 @@ class Reducer:
         if (dtype, index) not in self._scratch:
             self._scratch[dtype, index] = torch.empty(BLOCK_BYTES // dtype.itemsize, dtype=dtype)
         return self._scratch[dtype, index][:numel]
+
+
+def _step(dtype: torch.dtype) -> int:
+    return BLOCK_BYTES // WIDE.get(dtype, dtype).itemsize
 
 
 def cut(total: int, pieces: int, align: int = 1) -> list[int]:

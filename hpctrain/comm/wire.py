@@ -50,7 +50,8 @@ class Wire:
         if most[0] != -most[1]:
             told = torch.empty(self.size * len(packed), dtype=torch.uint8)
             self.all_gather(told, torch.frombuffer(bytearray(packed), dtype=torch.uint8))
-            raise self.ledger.differing([Operation.unpacked(bytes(one.tolist())) for one in told.chunk(self.size)])
+            operations = [Operation.unpacked(bytes(one.tolist())) for one in told.chunk(self.size)]
+            raise self.ledger.differing(dict(zip(self.members, operations, strict=True)))
 
     def barrier(self) -> None:
         self.wait([self.comm.Ibarrier()])

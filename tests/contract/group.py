@@ -104,8 +104,8 @@ class GroupContract:
 
     # ---- collectives ---------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("later", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_all_reduce_leaves_the_reduced_value_on_every_rank(self, group, place, dtype, later):
         for length in LENGTHS:
             for op in ops(dtype):
@@ -113,8 +113,8 @@ class GroupContract:
                 group.all_reduce(x, op, later=later).wait()
                 _same(x, folded(group, length, dtype, op))
 
-    @pytest.mark.parametrize("later", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_reduce_scatter_leaves_each_rank_its_piece_and_the_source_as_it_was(self, group, place, dtype, later):
         for length in LENGTHS:
             for op in ops(dtype):
@@ -124,16 +124,16 @@ class GroupContract:
                 _same(out, folded(group, whole, dtype, op).chunk(group.size)[group.rank] if length else out)
                 _same(x, numbers(group.rank, whole, dtype))
 
-    @pytest.mark.parametrize("later", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_all_gather_joins_the_pieces_in_rank_order(self, group, place, dtype, later):
         for length in LENGTHS:
             x, out = place(numbers(group.rank, length, dtype)), place(torch.zeros(length * group.size, dtype=dtype))
             group.all_gather(out, x, later=later).wait()
             _same(out, rows(group, length, dtype).view(-1))
 
-    @pytest.mark.parametrize("later", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_all_to_all_turns_rows_into_columns(self, group, place, dtype, later):
         for length in LENGTHS:
             whole = length * group.size
@@ -141,8 +141,8 @@ class GroupContract:
             group.all_to_all(out, x, later=later).wait()
             _same(out, rows(group, whole, dtype).view(group.size, group.size, length)[:, group.rank].reshape(-1))
 
-    @pytest.mark.parametrize("later", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_broadcast_gives_the_sources_value(self, group, place, dtype, later):
         for length in LENGTHS:
             for source in range(group.size):
@@ -234,7 +234,7 @@ class GroupContract:
 
     # ---- messages ------------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_what_is_sent_arrives(self, group, place, dtype):
         for length in LENGTHS:
             x, out = place(numbers(group.rank, length, dtype)), place(torch.zeros(length, dtype=dtype))

@@ -1,0 +1,127 @@
+"""Desk: where the ranks of a node lay down, before each operation, what it is and where their data lie.
+
+After one meeting each knows all of it, so that ranks decide alike, from the same facts, which way the data go, and
+ranks that came with different operations are told so. A small message lies on the desk itself: then that one meeting is
+all there is to its operation. Every second operation uses the same half of the desk: by then all have read the half.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.comm.meet import Meeting, bytes_for, own_cores, room_to_spin
+from hpctrain.comm.operation import PACKED_BYTES, Ledger, Operation
+from hpctrain.comm.window import LINE_BYTES, Place
+
+_FACTS = struct.Struct("<iiqiqq")
+_SLIP_BYTES = 2 * LINE_BYTES
+HERE, WINDOW, STAGED = range(3)
+SMALL_BYTES, LEAST_BYTES, DESK_BYTES = 64 << 10, 4 << 10, 512 << 10
+
+
+class Slip(NamedTuple):
+    """What one rank laid down: how its source comes, and where source and target lie (window -1: nowhere)."""
+
+    way: int
+    place: Place
+    target: Place
+    largest: int
+
+
+NOWHERE = Place(-1, 0)
+
+
+def small_bytes(size: int) -> int:
+    """How much of a message has room on the desk of ``size`` ranks, each of which reads all of it."""
+    return max(LEAST_BYTES, min(SMALL_BYTES, DESK_BYTES // size))
+
+
+class Desk:
+    """The desk of the ranks of ``comm``, on one zeroed stretch of shared memory a rank. Making one is collective."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        stretches: Sequence[Tensor],
+        fence: Callable[[], None],
+        members: Sequence[int],
+        ledger: Ledger,
+    ) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.small_bytes = small_bytes(comm.size)
+        self._stretches, self._members, self._ledger = stretches, tuple(members), ledger
+        first = stretches[0]
+        memory = memoryview(MPI.buffer.fromaddress(first.data_ptr(), first.numel()))
+        meeting = bytes_for(self.size)
+        spins = room_to_spin(comm.allgather(own_cores()))
+        self._meeting = Meeting(memory[:meeting], first.data_ptr(), self.rank, self._members, ledger, fence, spins)
+        start = -(-meeting // LINE_BYTES) * LINE_BYTES
+        half = self.size * _SLIP_BYTES
+        self._slips = [memory[start + side * half : start + (side + 1) * half] for side in range(2)]
+        self._payloads = [[self._payload(rank, side) for rank in range(self.size)] for side in range(2)]
+        self.addresses = [[payload.data_ptr() for payload in payloads] for payloads in self._payloads]
+        self._typed: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.side = 0
+        self.meet = self._meeting.meet
+
+    @staticmethod
+    def bytes_for(size: int) -> int:
+        """The memory that each rank gives to a desk of ``size`` ranks; the first one's also holds the slips."""
+        return 4096 + 2 * size * _SLIP_BYTES + bytes_for(size) + 2 * small_bytes(size)
+
+    def arrive(
+        self,
+        operation: Operation,
+        way: int = HERE,
+        place: Place = NOWHERE,
+        target: Place = NOWHERE,
+        largest: int = 0,
+    ) -> list[Slip]:
+        """Lay down this rank's slip, meet, and read all of them. CommError on all ranks where operations differ."""
+        slips, mine = self._slips[self.side], operation.packed()
+        at = self.rank * _SLIP_BYTES
+        slips[at : at + PACKED_BYTES] = mine
+        _FACTS.pack_into(slips, at + LINE_BYTES, way, *place, *target, largest)
+        self._meeting.meet()
+        told = bytes(slips)
+        self.side ^= 1
+        heads = {told[at : at + PACKED_BYTES] for at in range(0, len(told), _SLIP_BYTES)}
+        if len(heads) > 1:
+            raise self._differing(told)
+        return [_slip(told, at + LINE_BYTES) for at in range(0, len(told), _SLIP_BYTES)]
+
+    def lay(self, x: Tensor, offset: int = 0) -> None:
+        """Put a small message on the desk, before ``arrive``."""
+        ctypes.memmove(self.addresses[self.side][self.rank] + offset, x.data_ptr(), x.numel() * x.itemsize)
+
+    def take(self, out: Tensor, rank: int, offset: int = 0) -> None:
+        """Read what ``rank`` laid down, after ``arrive``."""
+        ctypes.memmove(out.data_ptr(), self.addresses[self.side ^ 1][rank] + offset, out.numel() * out.itemsize)
+
+    def laid(self, numel: int, dtype: torch.dtype, start: int = 0) -> list[Tensor]:
+        """What each rank laid down, from element ``start`` on, as tensors, after ``arrive``."""
+        key = (self.side ^ 1, dtype)
+        if key not in self._typed:
+            self._typed[key] = [payload.view(dtype) for payload in self._payloads[key[0]]]
+        return [typed[start : start + numel] for typed in self._typed[key]]
+
+    def _payload(self, rank: int, side: int) -> Tensor:
+        stretch = self._stretches[rank]
+        end = stretch.numel() - side * self.small_bytes
+        return stretch[end - self.small_bytes : end]
+
+    def _differing(self, told: bytes) -> Exception:
+        operations = [Operation.unpacked(told[at : at + PACKED_BYTES]) for at in range(0, len(told), _SLIP_BYTES)]
+        return self._ledger.differing(dict(zip(self._members, operations, strict=True)))
+
+
+def _slip(told: bytes, at: int) -> Slip:
+    way, window, offset, target, target_offset, largest = _FACTS.unpack_from(told, at)
+    return Slip(way, Place(window, offset), Place(target, target_offset), largest)
