@@ -10,7 +10,7 @@ target has ``IGNORE``. Where attention must not cross that border, ``documents``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,13 @@ class MicroBatch:
     """``IGNORE`` where nothing is to be predicted."""
     documents: Tensor | None
     """A number for each document, -1 for padding; None where attention may cross documents."""
+    samples: tuple[int, ...] = ()
+    """Which sequences of the step's batch these are, counted from 0 over all ranks: what dropout goes by."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device."""
+        documents = None if self.documents is None else self.documents.to(device)
+        return MicroBatch(self.tokens.to(device), self.targets.to(device), documents, self.samples)
 
     @property
     def predicted(self) -> int:
@@ -82,7 +89,8 @@ class Batches:
         The last one is smaller where ``microbatch`` (``train.microbatch`` when not given) does not divide the part.
         """
         mine = _share(self.batch(step), rank, size)
-        return self._cut([self._sample(*place) for place in zip(*self.locate(mine), strict=True)], microbatch)
+        first = rank * self.train.batch // size
+        return self._cut([self._sample(*place) for place in zip(*self.locate(mine), strict=True)], first, microbatch)
 
     def validation(self, index: int, rank: int = 0, size: int = 1, microbatch: int | None = None) -> list[MicroBatch]:
         """The micro-batches of validation batch ``index`` for one rank: the same at every step, epoch and seed.
@@ -93,7 +101,8 @@ class Batches:
             why = f"data.validation = {self.data.validation} keeps {self.validation_samples} samples, in batches of"
             mend = "keep a larger data.validation, or ask for fewer train.validate_batches"
             raise DataError(f"there is no validation batch {index}", f"{why} {self.train.batch}", mend)
-        return self._cut([self._validation_sample(n) for n in _share(self.batch(index), rank, size)], microbatch)
+        first = rank * self.train.batch // size
+        return self._cut([self._validation_sample(n) for n in _share(self.batch(index), rank, size)], first, microbatch)
 
     def _sample(self, source: int, epoch: int, i: int) -> Sample:
         return self._known(source, self.corpora[source].sample(int(i), int(epoch)))
@@ -115,15 +124,17 @@ class Batches:
             raise DataError(what, why, "set model.vocabulary to the number of its tokenizer")
         return sample
 
-    def _cut(self, samples: list[Sample], microbatch: int | None) -> list[MicroBatch]:
+    def _cut(self, samples: list[Sample], first: int, microbatch: int | None) -> list[MicroBatch]:
+        """Micro-batches of samples that are numbers ``first`` and following of the batch."""
         size = microbatch or self.train.microbatch
-        return [self._micro(samples[i : i + size]) for i in range(0, len(samples), size)]
+        return [self._micro(samples[i : i + size], first + i) for i in range(0, len(samples), size)]
 
-    def _micro(self, samples: Iterable[Sample]) -> MicroBatch:
+    def _micro(self, samples: Sequence[Sample], first: int) -> MicroBatch:
         tokens, documents = (np.stack(rows) for rows in zip(*samples, strict=True))
         targets = np.where(documents[:, 1:] < 0, IGNORE, tokens[:, 1:])
         marks = None if self.data.cross_documents else torch.from_numpy(documents[:, :-1].copy())
-        return MicroBatch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets), marks)
+        inputs = torch.from_numpy(tokens[:, :-1].copy())
+        return MicroBatch(inputs, torch.from_numpy(targets), marks, tuple(range(first, first + len(samples))))
 
 
 def _share(samples: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:

@@ -31,8 +31,8 @@ from hpctrain.errors import ConfigError, DataError
 
 ROUND_BYTES = 16 << 20  # of text, on each rank: a few seconds from one round to the next
 BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at once
-TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on ...
-TRAINING_PLACES = 64  # ... from so many places, spread evenly over the row
+TRAINING_BYTES = 4096  # of text that a tokenizer is trained on, for each token that it is to have
+TRAINING_PLACES = 64  # where that text is taken from, spread evenly over the row
 
 Tell = Callable[[Counter[str], int], None]
 """Told on the leading rank after each round: how many bytes, documents, tokens ... are done, and the bytes of all."""
@@ -169,17 +169,17 @@ def _tokenizer(request: Request, files: Sequence[File]) -> list[Any]:
     if size is None:
         found = tokenizers.load(request.tokenizer, request.eod)
     else:
-        found = tokenizers.train(_training_text(files, request.key), size)
+        found = tokenizers.train(_training_text(files, request.key, size * TRAINING_BYTES), size)
     return [found.vocabulary, found.eod, found.json]
 
 
-def _training_text(files: Sequence[File], key: str) -> Iterator[str]:
-    """Text from places spread evenly over all files: all of it, where it is not more than ``TRAINING_BYTES``."""
+def _training_text(files: Sequence[File], key: str, limit: int) -> Iterator[str]:
+    """Text from places spread evenly over all files: all of it, where it is not longer than ``limit``."""
     total = _length(files)
-    places = TRAINING_PLACES if total > TRAINING_BYTES else 1
+    places = TRAINING_PLACES if total > limit else 1
     for place in range(places):
         found = documents(files, *_cut((0, total), place, places), key)
-        yield from _first((one for one in found if isinstance(one, str)), min(total, TRAINING_BYTES) // places)
+        yield from _first((one for one in found if isinstance(one, str)), min(total, limit) // places)
 
 
 def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
