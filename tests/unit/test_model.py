@@ -115,6 +115,16 @@ def test_rows_do_not_mix_and_their_gradients_add_up(knobs):
         torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-12)
 
 
+@every_shape
+def test_gradients_lie_in_memory_as_their_parameters_do(knobs):
+    model, tokens = model_of(**knobs), tokens_of()
+    strides = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: strides.update({name: gradient.stride()}))
+    model.loss(tokens, tokens)[0].backward()
+    assert strides == {name: parameter.stride() for name, parameter in model.named_parameters()}
+
+
 @every_family
 def test_single_and_double_precision_agree(knobs):
     double, tokens = model_of(**knobs), tokens_of()
