@@ -1,0 +1,173 @@
+"""The story of one run, top to bottom: read this first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.checkpoint import Checkpoint
+from hpctrain.checkpoint.state import Held, State
+from hpctrain.cluster.devices import choose_device, threads
+from hpctrain.cluster.stop import listening
+from hpctrain.cluster.world import World
+from hpctrain.comm.groups import Groups
+from hpctrain.config import Config
+from hpctrain.data.batch import Batches
+from hpctrain.data.prepare import ready
+from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE
+from hpctrain.model.init import initialise
+from hpctrain.model.transformer import Transformer
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.clip import global_norm, scale_
+from hpctrain.optim.rate import rate
+from hpctrain.parallel.data import DataParallel
+from hpctrain.parallel.pipeline import Runner
+from hpctrain.plan.plan import Plan, decide, lay
+from hpctrain.plan.weights import flops_per_token, weights
+from hpctrain.watch.log import Log
+from hpctrain.watch.meter import Meter, measured_peak_flops, peak_memory_bytes
+
+
+def train(config: Config, world: World) -> int:
+    """Run one training job, from its configuration to its last checkpoint; gives the exit status. All ranks call it."""
+    device = set_up_device(world)
+    groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
+    batches = open_data(config, groups)  # text becomes tokens, once
+    plan = decide(config, world.topology, batches.vocabulary)  # every decision, as one value
+    job = Job.build(config, plan, groups, device)  # this rank's part of the model
+    checkpoint = Checkpoint(config.checkpoint, config.run.folder / "checkpoints", plan.mesh, groups.whole)
+    save = partial(checkpoint.save, state=job.state, attributes={"plan": plan.to_json(), "config": config.model_dump()})
+
+    start = checkpoint.resume(job.state)  # the step to go on from; 0 when new
+    with listening(config.run.folder) as stop_requested, open_log(config, start, world) as log:
+        log.say(plan.show() if start == 0 else f"going on from step {start}")
+        for step in range(start, config.train.steps):
+            log.step(step + 1, job.step(step, batches))
+
+            stop = world.agree(stop_requested())  # all ranks stop at the same step
+            last = stop or step + 1 == config.train.steps
+            if last or checkpoint.due(step + 1):
+                log.say(f"saved {save(step + 1)}")
+            if stop and step + 1 < config.train.steps:
+                log.say(f"stopped after step {step + 1}, as asked; start the same command again to go on")
+                return EXIT_REQUEUE
+        log.say(farewell(config, checkpoint.newest()))
+    groups.close()
+    return EXIT_DONE
+
+
+@dataclass(frozen=True)
+class Job:
+    """The live parts of a run on this rank: they change, their places do not."""
+
+    config: Config
+    plan: Plan
+    data_parallel: DataParallel
+    optimizer: AdamW
+    runner: Runner
+    meter: Meter
+    state: State
+    """Every tensor that a checkpoint keeps, by its name there."""
+
+    @classmethod
+    def build(cls, config: Config, plan: Plan, groups: Groups, device: torch.device) -> Job:
+        """Make this rank's part of a run, with the weights of step 0. All ranks of the groups call it."""
+        dtype = getattr(torch, plan.dtype)
+        model = Transformer(plan.shape).to(device=device, dtype=dtype)
+        initialise(model, plan.shape, config.run.seed)
+        decays = {weight.name: weight.decay for weight in weights(plan.shape)}
+        bucket_bytes = int(config.parallel.bucket_mib * 2**20)
+        data_parallel = DataParallel(model, decays, groups["dp"], bucket_bytes)
+        optimizer = AdamW(data_parallel.flats(), config.optim)
+        meter = Meter(device, flops_per_token(plan.shape), groups.whole.size * peak_flops(config, device, dtype))
+        runner = Runner(plan.schedule, model, data_parallel, groups["dp"], meter, config.run.seed)
+        return cls(config, plan, data_parallel, optimizer, runner, meter, state_of(plan, data_parallel, optimizer))
+
+    def step(self, step: int, batches: Batches) -> dict[str, Any]:
+        """Take one optimizer step and say how it went; ``step`` counts the steps before it. Collective."""
+        optim, group, device = self.config.optim, self.runner.group, self.meter.device
+        with self.meter.phase("data"):
+            microbatches = [m.to(device) for m in batches.part(step, group.rank, group.size)]
+        loss, tokens = self.runner.run(microbatches, step)
+        with self.meter.phase("optimizer"):
+            gradients = [flat.gradient for flat in self.data_parallel.flats()]
+            norm = global_norm(gradients)
+            scale_(gradients, norm, optim.clip)
+            now = rate(optim, step, self.config.train.steps)
+            self.optimizer.update(now, step)
+        reading = self.meter.read(tokens)
+        return {
+            "loss": loss,
+            "norm": norm,
+            "rate": now,
+            "tokens": tokens,
+            "seconds": reading.seconds,
+            "tokens_per_second": reading.tokens_per_second,
+            "flops_per_second": reading.flops / reading.seconds,
+            "mfu": reading.mfu,
+            "phases": reading.phases,
+            "peak_bytes": peak_memory_bytes(device),
+            **self.validation(step + 1, batches),
+        }
+
+    def validation(self, step: int, batches: Batches) -> dict[str, float]:
+        """The validation loss after ``step`` steps, when it is due. Collective."""
+        every, group = self.config.train.validate_every, self.runner.group
+        if not every or step % every:
+            return {}
+        count = min(self.config.train.validate_batches, batches.validation_batches)
+        parts = [m for index in range(count) for m in batches.validation(index, group.rank, group.size)]
+        loss = self.runner.evaluate([m.to(self.meter.device) for m in parts])
+        self.meter.restart()
+        return {"validation_loss": loss}
+
+
+def set_up_device(world: World) -> torch.device:
+    """This rank's device, and as many threads as it has cores to itself."""
+    torch.set_num_threads(threads(world))
+    return torch.device(choose_device(world))
+
+
+def open_data(config: Config, groups: Groups) -> Batches:
+    """The run's samples, made from its text where it names no token files. Collective."""
+    sources = ready(config.data, config.run.folder / "data", groups.whole)
+    data = config.data.model_copy(update={"sources": sources})
+    vocabulary = None if config.model.vocabulary == "auto" else config.model.vocabulary
+    return Batches(data, config.train, config.model.sequence, config.run.seed, vocabulary)
+
+
+def state_of(plan: Plan, data_parallel: DataParallel, optimizer: AdamW) -> State:
+    """Name every tensor that a run goes on from; all of them are views into the flat buckets."""
+    state: dict[str, Held] = {}
+    for index, bucket in enumerate(data_parallel.buckets):
+        flats: dict[str, Tensor] = {"model": bucket.flat.parameter}
+        flats |= {f"optim/{name}": parts[index] for name, parts in optimizer.states().items()}
+        for slot in bucket.slots:
+            for name, flat in flats.items():
+                state[f"{name}/{slot.name}"] = Held(plan.layouts[slot.name], slot.of(flat))
+    return state
+
+
+def peak_flops(config: Config, device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of one rank, as given or measured."""
+    given = config.log.peak_tflops
+    return measured_peak_flops(device, dtype) if given == "auto" else given * 1e12
+
+
+def open_log(config: Config, start: int, world: World) -> Log:
+    """The run's record; only the leading rank writes one."""
+    log = config.log
+    return Log(config.run.folder, start, config.train.steps, world.leads, log.every, log.tensorboard)
+
+
+def farewell(config: Config, newest: Path | None) -> str:
+    """What was made and what to try next, in two lines."""
+    return (
+        f"made {newest}: step {config.train.steps} of {config.run.name}, its log in {config.run.folder}/log.jsonl\n"
+        f"try: hpctrain ckpt inspect {newest}, or train on with --set train.steps={2 * config.train.steps}"
+    )
