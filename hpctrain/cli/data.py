@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +14,6 @@ from hpctrain.cli.options import AsJson
 if TYPE_CHECKING:
     from hpctrain.cluster.world import World
     from hpctrain.comm.group import Group
-    from hpctrain.data.prepare import Request
     from hpctrain.data.tokens import Description
 
 app = typer.Typer(no_args_is_help=True)
@@ -39,11 +39,11 @@ def prepare(
 ) -> None:
     """Turn text into a token file pair, on all ranks: start it alone, or with mpirun or srun."""
     from hpctrain.cluster.world import World
-    from hpctrain.data.prepare import Request
+    from hpctrain.data.prepare import Request, prepare_shown
 
     request = Request(tuple(source), tokenizer, pattern, json_key, eod, on_error)
     with World.join() as world, closing(_group(world)) as group:
-        made = _prepare(request, out, group)
+        made = prepare_shown(request, out, group, sys.stderr)
         if world.leads:
             print(made.text() if json else _told(made, out), end="")
 
@@ -56,18 +56,6 @@ def _group(world: World) -> Group:
     from hpctrain.comm.mpi import MpiGroup
 
     return MpiGroup(world.comm)
-
-
-def _prepare(request: Request, out: Path, group: Group) -> Description:
-    import sys
-
-    from hpctrain.data.prepare import prepare
-    from hpctrain.data.progress import shown
-
-    if not group.leads:
-        return prepare(request, out, group)
-    with shown(sys.stderr) as tell:
-        return prepare(request, out, group, tell)
 
 
 def _told(made: Description, out: Path) -> str:

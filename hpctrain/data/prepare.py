@@ -13,16 +13,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.config import DataConfig, SourceConfig
 from hpctrain.data import tokenizer as tokenizers
 from hpctrain.data.part import Part
+from hpctrain.data.progress import Tell, shown
 from hpctrain.data.text import File, documents, find
 from hpctrain.data.together import each, led
 from hpctrain.data.tokenizer import Tokenizer
@@ -33,9 +35,6 @@ ROUND_BYTES = 16 << 20  # of text, on each rank: a few seconds from one round to
 BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at once
 TRAINING_BYTES = 4096  # of text that a tokenizer is trained on, for each token that it is to have
 TRAINING_PLACES = 64  # where that text is taken from, spread evenly over the row
-
-Tell = Callable[[Counter[str], int], None]
-"""Told on the leading rank after each round: how many bytes, documents, tokens ... are done, and the bytes of all."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,19 @@ def prepare(request: Request, out: str | Path, group: Group | None = None, tell:
     return describe(out)
 
 
-def ready(data: DataConfig, folder: Path, group: Group, tell: Tell | None = None) -> tuple[SourceConfig, ...]:
+def prepare_shown(request: Request, out: str | Path, group: Group, stream: TextIO) -> Description:
+    """``prepare``, its progress shown on ``stream`` of the leading rank."""
+    if not group.leads:
+        return prepare(request, out, group)
+    with shown(stream) as tell:
+        return prepare(request, out, group, tell)
+
+
+def ready(data: DataConfig, folder: Path, group: Group, stream: TextIO | None = None) -> tuple[SourceConfig, ...]:
     """The sources of a run: those that it names, else its text, prepared in ``folder`` unless that was done before.
 
-    Collective. Text that is not UTF-8 is left out and counted: the tests of the standard library hold some.
+    Collective. The leading rank shows its progress on ``stream`` (the error stream when not given). Text that is not
+    UTF-8 is left out and counted: the tests of the standard library hold some.
     """
     if data.sources:
         return data.sources
@@ -82,7 +90,7 @@ def ready(data: DataConfig, folder: Path, group: Group, tell: Tell | None = None
     request = Request(data.text, data.tokenizer, data.pattern, on_error="skip")
     out = str(folder / "text")
     if not led(group, lambda: _stands(request, out)):
-        prepare(request, out, group, tell)
+        prepare_shown(request, out, group, stream or sys.stderr)
     return (SourceConfig(path=out),)
 
 

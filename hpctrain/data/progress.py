@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hpctrain.data.prepare import Tell
+Tell = Callable[[Counter[str], int], None]
+"""Told on the leading rank after each round: how many bytes, documents, tokens ... are done, and the bytes of all."""
 
 LINE_SECONDS = 10.0  # between two lines of a log
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config import DataConfig, SourceConfig, TrainConfig
@@ -46,6 +46,7 @@ def rows(micros):
     return [tuple(row) for micro in micros for row in torch.cat([micro.tokens, micro.targets], dim=1).tolist()]
 
 
+@settings(max_examples=40)
 @given(step=st.integers(0, 200), size=st.sampled_from([1, 2, 3, 4, 6, 12]), microbatch=st.integers(1, 13))
 def test_ranks_and_micro_batches_of_any_number_take_the_same_samples(open_batches, step, size, microbatch):
     batches = open_batches()
@@ -53,6 +54,7 @@ def test_ranks_and_micro_batches_of_any_number_take_the_same_samples(open_batche
     parts = [batches.part(step, rank, size, microbatch) for rank in range(size)]
     assert [row for part in parts for row in rows(part)] == whole
     assert len({tuple(len(micro.tokens) for micro in part) for part in parts}) == 1
+    assert [number for part in parts for micro in part for number in micro.samples] == list(range(12))
     assert all(len(micro.tokens) <= microbatch for part in parts for micro in part)
 
 
@@ -74,6 +76,7 @@ def test_no_token_is_met_twice_in_an_epoch(open_batches, folder):
     assert len(set(met.tolist())) == len(met) == SEQUENCE * batches.corpora[0].samples
 
 
+@settings(max_examples=25)
 @given(step=st.integers(0, 500))
 def test_a_run_goes_on_from_its_step_alone(open_batches, step):
     gone_on, unbroken = open_batches(), open_batches()
@@ -82,6 +85,7 @@ def test_a_run_goes_on_from_its_step_alone(open_batches, step):
     assert rows(gone_on.part(step)) == rows(unbroken.part(step))
 
 
+@settings(max_examples=25)
 @given(batch=st.integers(1, 40))
 def test_the_row_of_samples_does_not_depend_on_how_many_a_step_takes(open_batches, batch):
     one_by_one, many = open_batches(batch=1), open_batches(batch=batch)
@@ -105,6 +109,14 @@ def test_targets_are_the_next_tokens_also_across_documents(open_batches):
     assert micro.predicted == 4 * SEQUENCE
 
 
+def test_a_micro_batch_moves_whole_to_another_device(open_batches):
+    for cross in (True, False):
+        micro = open_batches(cross_documents=cross).part(0)[0].to("meta")
+        assert micro.tokens.is_meta and micro.targets.is_meta
+        assert micro.documents is None if cross else micro.documents.is_meta
+        assert micro.samples == (0, 1, 2, 3)
+
+
 def test_documents_are_told_only_where_attention_must_not_cross_them(open_batches):
     crossing, within = open_batches().part(0)[0], open_batches(cross_documents=False).part(0)[0]
     assert crossing.documents is None
@@ -114,6 +126,7 @@ def test_documents_are_told_only_where_attention_must_not_cross_them(open_batche
     assert torch.equal(same, within.tokens.diff(dim=1) == 1)
 
 
+@settings(max_examples=15)
 @given(size=st.sampled_from([1, 2, 3, 4]), seed=st.integers(0, 5))
 def test_validation_meets_each_of_its_tokens_at_most_once_and_never_one_of_training(open_batches, size, seed):
     batches = open_batches(seed=seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data.blend import LONGEST, Blend, quotas
@@ -29,6 +29,7 @@ def test_at_every_sample_each_source_has_given_its_share_to_less_than_one(weight
     assert abs(off).max() < sum(weights)
 
 
+@settings(max_examples=15)
 @given(REAL)
 def test_real_weights_keep_their_shares_too(weights):
     blend = Blend.of(weights)

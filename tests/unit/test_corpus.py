@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data import corpus as packing
@@ -55,6 +55,7 @@ def validating(corpus):
     return tokens[documents >= 0], documents[documents >= 0]
 
 
+@settings(max_examples=50)
 @given(lengths=LENGTHS, epoch=st.integers(0, 3), seed=st.integers(0, 3))
 def test_an_epoch_has_every_token_once_but_for_less_than_a_sample_at_its_end(open_corpus, lengths, epoch, seed):
     corpus = open_corpus(lengths, seed=seed)
@@ -76,6 +77,7 @@ def test_documents_stay_whole_and_in_their_own_order(open_corpus, lengths, epoch
     assert np.isin(tokens[1:][~within], [0, *ends]).all()
 
 
+@settings(max_examples=50)
 @given(lengths=LENGTHS, validation=st.sampled_from([0.01, 0.1, 0.5]), epoch=st.integers(0, 3), seed=st.integers(0, 3))
 def test_no_token_is_both_trained_on_and_validated_on(open_corpus, lengths, validation, epoch, seed):
     corpus = open_corpus(lengths, 1, validation, seed)
@@ -119,7 +121,7 @@ def test_blocks_are_mixed_too(open_corpus):
 
 
 def test_samples_may_be_asked_for_in_any_order(open_corpus):
-    lengths = [7, 3, 11, 0, 2] * 40
+    lengths = [7, 3, 11, 0, 2] * 10
     corpus = open_corpus(lengths)
     backwards = [corpus.sample(i, 1)[0].tolist() for i in reversed(range(corpus.samples))]
     assert backwards[::-1] == [open_corpus(lengths).sample(i, 1)[0].tolist() for i in range(corpus.samples)]
