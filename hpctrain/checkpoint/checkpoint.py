@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import format, keep
+from hpctrain.checkpoint import disk, format, keep
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.load import load
 from hpctrain.checkpoint.ranges import file_order
@@ -42,11 +42,11 @@ class Checkpoint:
         all ranks raise it, what was there before is whole, and nothing half-written is left.
         """
         entries = agree(state, self.mesh, self.group)
-        begun = led(self.group, lambda: self._begin(step, entries, attributes))
+        begun = led(self.group, lambda: self._begin(step, entries, attributes), f"laying out step {step}")
         part, path = Path(begun["part"]), self.folder / keep.file_name(step)
         try:
             self._write(part, entries, state, begun["offsets"], self.group, self.config.sync)
-            led(self.group, lambda: self._publish(part, path, step))
+            led(self.group, lambda: self._publish(part, path, step), f"publishing {path}")
         except BaseException:
             self._discard(part)
             raise
@@ -55,7 +55,7 @@ class Checkpoint:
     def resume(self, state: State) -> int:
         """Fill ``state`` from the newest whole checkpoint and give its step; 0, and nothing filled, with none there."""
         entries = agree(state, self.mesh, self.group)
-        found = led(self.group, lambda: self._find(entries))
+        found = led(self.group, lambda: self._find(entries), f"looking for checkpoints in {self.folder}")
         if found is None:
             return 0
         index = Index.from_json(found["index"])
@@ -64,7 +64,7 @@ class Checkpoint:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint."""
-        found = led(self.group, self._newest)
+        found = led(self.group, self._newest, f"looking for checkpoints in {self.folder}")
         return found and Path(found)
 
     # ---- what the leading rank does alone ----------------------------------------------------------------------------
@@ -77,6 +77,7 @@ class Checkpoint:
         part = self.folder / keep.part_name(keep.file_name(step))
         try:
             offsets = format.lay_out(part, tensors, step, attributes)
+            disk.reserve(part)
         except BaseException:
             part.unlink(missing_ok=True)
             raise

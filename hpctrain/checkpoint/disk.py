@@ -10,6 +10,7 @@ Reading goes through the page cache: replicas on one node then read the disk onc
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ PAGE = 4096
 CHUNK = 4 << 20  # bytes in one call
 GAP = 1 << 16  # bytes read and thrown away rather than starting another call
 THREADS = 4
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,46 @@ def read(path: Path, pieces: Iterable[Piece]) -> None:
         raise _named(error, path) from None
     finally:
         os.close(opened)
+
+
+def reserve(path: Path) -> None:
+    """Have the file system set aside room for the whole length of a file, so that no write meets a full disk.
+
+    Where it cannot do that, nothing is done: imitating it, as the C library's posix_fallocate does, would write it all.
+    """
+    opened = os.open(path, os.O_RDWR)
+    try:
+        length = os.fstat(opened).st_size
+        if length and LIBC.fallocate(opened, 0, ctypes.c_int64(0), ctypes.c_int64(length)):
+            code = ctypes.get_errno()
+            if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise OSError(code, os.strerror(code), str(path))
+    finally:
+        os.close(opened)
+
+
+def lacking(path: Path, pieces: Iterable[Piece]) -> int:
+    """How many of the pieces' bytes are not in the file, after somebody else wrote them.
+
+    Only where the file has holes is it read, and only those pieces: a file system may store zeros as a hole.
+    """
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        return sum(_lacking(chunk, opened) for chunk in _chunks(pieces, GAP))
+    finally:
+        os.close(opened)
+
+
+def _lacking(chunk: Chunk, opened: int) -> int:
+    try:
+        if os.lseek(opened, chunk[0].at, os.SEEK_HOLE) >= chunk[-1].end:
+            return 0
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # beyond the end of the file: all of it is lacking
+            raise
+    found = [os.pread(opened, piece.memory.numel(), piece.at) for piece in chunk]
+    wrong = (piece for piece, seen in zip(chunk, found, strict=True) if piece.memory.cpu().numpy().tobytes() != seen)
+    return sum(piece.memory.numel() for piece in wrong)
 
 
 def _open_direct(path: Path) -> int:

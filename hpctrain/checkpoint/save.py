@@ -54,6 +54,7 @@ def mpio(
     file = together(group, lambda: format.Shared(path, group.comm), f"opening {path}")
     error = _write_all(file, planned, counts.tolist(), state)
     together(group, lambda: _end(file, path, error, sync), f"writing {path}")
+    together(group, lambda: _check(path, _pieces(entries, state, offsets)), f"checking {path}")
 
 
 WRITERS: dict[str, Writer] = {"direct": direct, "mpio": mpio}
@@ -128,6 +129,17 @@ def _end(file: format.Shared, path: Path, error: Exception | None, sync: bool) -
         raise error
     if sync:
         sync_file(path)
+
+
+def _check(path: Path, written: Iterator[disk.Piece]) -> None:
+    """Look for what never came: Open MPI's OMPIO (4.1) tells nobody of a failed collective write, as on a full disk."""
+    lacking = disk.lacking(path, written)
+    if lacking:
+        raise CheckpointError(
+            f"{path}: {lacking} bytes were written, and are not in the file",
+            "the MPI library said nothing of a failed write; a full disk is the usual cause",
+            'free space there, or set checkpoint.writer to "direct", whose errors are told in full',
+        )
 
 
 def sync_file(path: Path) -> None:

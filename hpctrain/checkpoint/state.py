@@ -52,7 +52,7 @@ def agree(state: State, mesh: Mesh, group: Group) -> tuple[Entry, ...]:
     Ranks with the same names and layouts are told apart by a digest alone, so only one of them sends its list.
     Raises CheckpointError on all ranks when two disagree about a name, or when holders leave elements out.
     """
-    together(group, lambda: _check(state, mesh, group), "checkpoint")
+    together(group, lambda: _check(state, mesh, group), "checking what is saved")
     mine = {name: held.layout.to_json() for name, held in sorted(state.items())}
     digests = group.collect(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
     distinct = list(dict.fromkeys(digests))

@@ -18,10 +18,13 @@ MENDS = {
 }
 
 
-def led(group: Group, act: Callable[[], Any]) -> Any:
-    """Do ``act`` on the leading rank, and give its JSON-able value to all; its error is raised on all. Collective."""
+def led(group: Group, act: Callable[[], Any], doing: str) -> Any:
+    """Do ``act`` on the leading rank, and give its JSON-able value to all; its error is raised on all. Collective.
+
+    ``doing`` says what was done when it failed, for the message.
+    """
     value, error = _tried(act) if group.leads else (None, None)
-    told = group.share({"value": value, "error": error and _told(error)})
+    told = group.share({"value": value, "error": error and _told(error, doing)})
     if told["error"]:
         raise _made(told["error"]) from error
     return told["value"]
@@ -33,10 +36,10 @@ def together(group: Group, act: Callable[[], Any], doing: str) -> Any:
     ``doing`` says what was done when it failed, for the message.
     """
     value, error = _tried(act)
-    told = group.collect(error and _told(error))
+    told = group.collect(error and _told(error, doing))
     failed = [rank for rank, one in enumerate(told) if one]
     if failed:
-        raise _of_rank(failed, told[failed[0]], group.size, doing) from error
+        raise _of_rank(failed, told[failed[0]], group.size) from error
     return value
 
 
@@ -47,28 +50,23 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _told(error: Exception) -> dict[str, str]:
+def _told(error: Exception, doing: str) -> dict[str, str]:
     if isinstance(error, HpctrainError):
         return {"kind": type(error).__name__, "what": error.what, "why": error.why, "mend": error.mend}
-    what, why = _cause(error)
-    return {"kind": CheckpointError.__name__, "what": what, "why": why, "mend": _mend(error)}
+    mend = MENDS.get(errno.errorcode.get(getattr(error, "errno", None) or 0, ""), "")
+    return {"kind": CheckpointError.__name__, "what": f"{doing} failed", "why": _cause(error), "mend": mend}
 
 
-def _cause(error: Exception) -> tuple[str, str]:
+def _cause(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}", ""
-    return "the checkpoint met an error", f"{type(error).__name__}: {error}"
-
-
-def _mend(error: Exception) -> str:
-    code = errno.errorcode.get(getattr(error, "errno", None) or 0, "")
-    return MENDS.get(code, "")
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _made(told: dict[str, str]) -> HpctrainError:
     return getattr(errors, told["kind"])(told["what"], told["why"], told["mend"])
 
 
-def _of_rank(failed: list[int], told: dict[str, str], size: int, doing: str) -> HpctrainError:
-    others = f" (and {len(failed) - 1} more of {size} ranks)" if len(failed) > 1 else ""
-    return _made(told | {"what": f"{doing}: rank {failed[0]}{others}: {told['what']}"})
+def _of_rank(failed: list[int], told: dict[str, str], size: int) -> HpctrainError:
+    others = f" and {len(failed) - 1} more of {size}" if len(failed) > 1 else ""
+    return _made(told | {"what": f"rank {failed[0]}{others}: {told['what']}"})
