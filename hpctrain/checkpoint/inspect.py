@@ -1,0 +1,79 @@
+"""Inspect: what a checkpoint file holds, and the numbers in it, without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import sqrt
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint import disk, keep
+from hpctrain.checkpoint.format import Index, Slot, read_index
+from hpctrain.errors import CheckpointError
+from hpctrain.plan.layout import ITEMSIZE
+
+READ_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The finite numbers of a tensor, and how many are not. None where there are none; ``std`` has no correction."""
+
+    least: float | None
+    greatest: float | None
+    mean: float | None
+    std: float | None
+    zeros: int
+    not_finite: int
+
+
+def find(path: Path) -> tuple[Path, Index]:
+    """The file and its contents; of a folder, its newest whole checkpoint."""
+    if not path.is_dir():
+        if not path.exists():
+            raise CheckpointError(f"{path} is not there", "", "give a checkpoint file, or the folder that has them")
+        return path, read_index(path)
+    found = keep.newest(path, keep.listing(path))
+    if found is None:
+        raise CheckpointError(f"{path} has no checkpoint", "its files would be named step-00000100.h5")
+    return found
+
+
+def select(path: Path, index: Index, pattern: str | None) -> tuple[Slot, ...]:
+    """The tensors whose names fit a shell pattern; all without one."""
+    slots = tuple(slot for slot in index.slots if pattern is None or fnmatchcase(slot.name, pattern))
+    if pattern is not None and not slots:
+        raise CheckpointError(f"{path} has no tensor {pattern}", "", "run it without --tensor to see the names")
+    return slots
+
+
+def stats(path: Path, slot: Slot) -> Stats:
+    """Read a tensor, a part at a time, and say how its numbers are spread; of complex ones, their absolute values."""
+    least, greatest, total, squares, count, zeros, strange = float("inf"), float("-inf"), 0.0, 0.0, 0, 0, 0
+    for part in _parts(path, slot):
+        finite = part[part.isfinite()]
+        strange += part.numel() - finite.numel()
+        if not finite.numel():
+            continue
+        count += finite.numel()
+        least, greatest = min(least, float(finite.min())), max(greatest, float(finite.max()))
+        total, squares = total + float(finite.sum()), squares + float(finite.square().sum())
+        zeros += int((finite == 0).sum())
+    if not count:
+        return Stats(None, None, None, None, 0, strange)
+    mean = total / count
+    return Stats(least, greatest, mean, sqrt(max(0.0, squares / count - mean * mean)), zeros, strange)
+
+
+def _parts(path: Path, slot: Slot) -> Iterator[Tensor]:
+    """The tensor's numbers as float64, at most READ_BYTES of the file at once."""
+    step = READ_BYTES // ITEMSIZE[slot.dtype] * ITEMSIZE[slot.dtype]
+    for start in range(0, slot.nbytes, step):
+        memory = torch.empty(min(step, slot.nbytes - start), dtype=torch.uint8)
+        disk.read(path, [disk.Piece(slot.offset + start, memory)])
+        numbers = memory.view(getattr(torch, slot.dtype))
+        yield (numbers.abs() if numbers.is_complex() else numbers).to(torch.float64)

@@ -1,0 +1,93 @@
+"""``hpctrain ckpt``: look into checkpoints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpctrain.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True)
+
+LINE = 100
+WIDE = 1000
+
+
+@app.callback()
+def _ckpt() -> None:
+    """Look into checkpoints."""
+
+
+@app.command("inspect")
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A checkpoint file, or a folder, whose newest one is taken.")],
+    tensor: Annotated[
+        str | None, typer.Option(help="Show this tensor only; a shell pattern shows several, e.g. 'optim/*/norm.*'.")
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Read the tensors shown; say how they are spread.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List what is inside a checkpoint: step, attributes, and each tensor's name, dtype, shape and size."""
+    from hpctrain.checkpoint import inspect as inside
+
+    path, index = inside.find(file)
+    slots = inside.select(path, index, tensor)
+    rows = [asdict(slot) | {"bytes": slot.nbytes} for slot in slots]
+    if stats:
+        rows = [row | asdict(inside.stats(path, slot)) for row, slot in zip(rows, slots, strict=True)]
+    report = {"file": str(path), "step": index.step, "attributes": index.attributes, "tensors": rows}
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _show(report)
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    rows = report["tensors"]
+    total = sum(row["bytes"] for row in rows)
+    console = Console(width=WIDE)  # names are for copying: none is ever cut short
+    print(f"{report['file']}: step {report['step']}, {len(rows)} tensors, {_bytes(total)}")
+    for key, value in report["attributes"].items():
+        console.print(f"  {escape(key)}: {escape(_short(json.dumps(value)))}", highlight=False)
+    if rows:
+        console.print(_table(rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    stats = [key for key in rows[0] if key not in ("name", "dtype", "shape", "bytes", "offset")]
+    table = Table("name", "dtype", "shape", box=box.SIMPLE_HEAD)
+    for key in ("size", *(key.replace("_", " ") for key in stats)):
+        table.add_column(key, justify="right")
+    for row in rows:
+        shape = " x ".join(map(str, row["shape"])) or "scalar"
+        table.add_row(row["name"], row["dtype"], shape, _bytes(row["bytes"]), *(_number(row[key]) for key in stats))
+    return table
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LINE else text[: LINE - 3] + "..."
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _bytes(count: int) -> str:
+    """In the largest unit of which there is at least one."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
