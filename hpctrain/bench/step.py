@@ -21,19 +21,16 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
+from hpctrain.bench.ddp import Ddp
 from hpctrain.cluster.world import World
 from hpctrain.comm.group import Group
 from hpctrain.comm.groups import Groups
 from hpctrain.comm.store import open_store
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches, MicroBatch
-from hpctrain.model.init import initialise
-from hpctrain.model.transformer import Transformer
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.plan import Plan, decide, lay
-from hpctrain.plan.weights import weights
 from hpctrain.train import Job, open_data, set_up_device
 
 Step = Callable[[int], float]
@@ -137,54 +134,8 @@ class _Parts:
         return self.batches.part(step, self.group.rank, self.group.size)
 
 
-class _Loss(nn.Module):
-    """What DDP wraps: a module whose forward gives the loss that is to be averaged over ranks."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, m: MicroBatch) -> Tensor:
-        loss, tokens = self.model.loss(m.tokens, m.targets, m.documents)
-        return loss / tokens
-
-
-class _Ddp:
-    """The same training by torch's own means; live."""
-
-    def __init__(self, scene: Scene, backend: str) -> None:
-        self.scene = scene
-        model = Transformer(scene.plan.shape)
-        initialise(model, scene.plan.shape, scene.config.run.seed)
-        self.model = nn.parallel.DistributedDataParallel(
-            _Loss(model), process_group=_process_group(scene.world, backend), gradient_as_bucket_view=True
-        )
-        self.optimizer = _adamw(model, scene)
-
-    def step(self, number: int) -> float:
-        self.optimizer.zero_grad(set_to_none=True)
-        group = self.scene.groups.whole
-        *early, last = self.scene.batches.part(number, group.rank, group.size)
-        with self.model.no_sync():
-            for m in early:
-                (self.model(m) / (len(early) + 1)).backward()
-        loss = self.model(last) / (len(early) + 1)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.scene.config.optim.clip)
-        self.optimizer.step()
-        mean = loss.detach().clone()
-        group.all_reduce(mean, "mean")
-        return float(mean)
-
-
-def _adamw(model: Transformer, scene: Scene) -> torch.optim.Optimizer:
-    optim = scene.config.optim
-    decays = {weight.name: weight.decay for weight in weights(scene.plan.shape)}
-    kinds = [
-        {"params": [p for name, p in model.named_parameters() if decays[name] is kind], "weight_decay": decay}
-        for kind, decay in ((True, optim.decay), (False, 0.0))
-    ]
-    return torch.optim.AdamW(kinds, lr=optim.rate, betas=(optim.beta1, optim.beta2), eps=optim.epsilon, fused=True)
+def _ddp(scene: Scene, backend: str) -> Step:
+    return Ddp(scene.config, scene.plan.shape, scene.batches, _process_group(scene.world, backend)).step
 
 
 def _process_group(world: World, backend: str) -> dist.ProcessGroup:
@@ -200,6 +151,6 @@ CONTESTANTS: dict[str, Callable[[Scene], Step]] = {
     "one": _one,
     "apart": _apart,
     "hpctrain": _ours,
-    "ddp": lambda scene: _Ddp(scene, "gloo").step,
-    "ddp-mpi4py": lambda scene: _Ddp(scene, "mpi4py").step,
+    "ddp": lambda scene: _ddp(scene, "gloo"),
+    "ddp-mpi4py": lambda scene: _ddp(scene, "mpi4py"),
 }

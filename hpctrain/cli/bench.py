@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,10 +37,62 @@ def step(
         _print(rows, world, as_json, f"{world.size} ranks, median of {turns} steps")
 
 
-def _print(rows: list[Any], world: Any, as_json: bool, title: str) -> None:
-    """Show rows of one dataclass as a table or as JSON, once for all ranks."""
-    if not world.leads:
-        return
+@app.command("comm")
+def comm(
+    against: Annotated[str, typer.Option(help="What to time beside: gloo, or messages (no shared memory).")] = "gloo",
+    rounds: Annotated[int, typer.Option(help="Rounds of each call; the median is shown.", min=1)] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Time collectives of several sizes, from ordinary tensors and from shared memory."""
+    from hpctrain.cluster.world import World
+
+    with World.join() as world:
+        from hpctrain.bench.comm import run
+
+        rows = run(against, world, rounds=rounds)
+        _print(rows, world, as_json, f"{world.size} ranks, median of {rounds} rounds")
+
+
+@app.command("ckpt")
+def ckpt(
+    folder: Annotated[Path, typer.Argument(help="A folder on the disk to be measured.")] = Path("runs"),
+    gib: Annotated[float, typer.Option(help="Size of the state in GiB.", min=0.001)] = 1.0,
+    rounds: Annotated[int, typer.Option(help="Saves and loads of each writer; the median is shown.", min=1)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Time saves and loads of a checkpoint by each writer, beside fio on the same disk where it is installed."""
+    from hpctrain.cluster.world import World
+
+    with World.join() as world:
+        from hpctrain.bench.ckpt import run
+
+        _print(run(folder, world, gib, rounds), world, as_json, f"{world.size} ranks, {gib} GiB, median of {rounds}")
+
+
+@app.command("start")
+def start(
+    config: ConfigPath,
+    ranks: Annotated[int, typer.Option(help="Ranks to start.", min=1)] = 4,
+    launcher: Annotated[
+        str, typer.Option(help="The command that starts ranks, {ranks} of them.")
+    ] = "mpirun -n {ranks} --oversubscribe --bind-to none",
+    turns: Annotated[int, typer.Option(help="Starts of each side.", min=1)] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Time from the launcher to the end of the first step, beside torchrun with DDP. Start it without a launcher."""
+    from hpctrain.bench.start import run
+
+    _show(run(config, ranks, launcher, turns), as_json, f"{ranks} ranks, {turns} starts of each")
+
+
+def _print(rows: Sequence[Any], world: Any, as_json: bool, title: str) -> None:
+    """Show rows once for all ranks."""
+    if world.leads:
+        _show(rows, as_json, title)
+
+
+def _show(rows: Sequence[Any], as_json: bool, title: str) -> None:
+    """Rows of one dataclass as a table or as JSON."""
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return

@@ -1,0 +1,58 @@
+"""Small runs for tests: a corpus of a few documents, and a job on the ranks of any communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from hpctrain.cluster.world import World
+from hpctrain.comm.groups import Groups
+from hpctrain.config import Config, parse
+from hpctrain.data.batch import Batches
+from hpctrain.plan.plan import decide, lay
+from hpctrain.train import Job, open_data
+
+TEXT = "Ranks meet, tokens flow; a loss comes down. 0123456789"
+
+
+def small_config(folder: Path, *overrides: str) -> Config:
+    """A run of a model of a few thousand parameters on ``write_corpus(folder)``."""
+    table: dict[str, Any] = {
+        "run": {"name": "small", "dir": str(folder / "run")},
+        "model": {"layers": 2, "width": 16, "heads": 4, "sequence": 16},
+        "data": {"text": [str(folder / "corpus")], "tokenizer": "bytes", "validation": 0.1},
+        "train": {"steps": 20, "batch": 8, "microbatch": 2},
+        "optim": {"rate": 1e-2, "warmup": 3},
+        "parallel": {"bucket_mib": 0.004},
+    }
+    return parse(table, overrides)
+
+
+def write_corpus(folder: Path, documents: int = 40) -> None:
+    """Documents of different lengths and different text."""
+    place = folder / "corpus"
+    place.mkdir(parents=True, exist_ok=True)
+    for number in range(documents):
+        text = " ".join(TEXT[(number * 7 + i) % len(TEXT) :] for i in range(1 + number % 5))
+        (place / f"{number:03}.txt").write_text(text)
+
+
+@contextmanager
+def job(config: Config, comm: MPI.Comm) -> Iterator[tuple[Job, Batches]]:
+    """A job on the ranks of ``comm``, and its data. Collective."""
+    torch.set_num_threads(1)
+    world = World.of(comm)
+    groups = Groups.open(lay(config, world.topology), world, config.comm)
+    batches = open_data(config, groups)
+    yield Job.build(config, decide(config, world.topology, batches.vocabulary), groups, torch.device("cpu")), batches
+    groups.close()
+
+
+def shared_folder(comm: MPI.Comm, folder: Path) -> Path:
+    """Rank 0's folder, on every rank."""
+    return Path(comm.bcast(str(folder)))
