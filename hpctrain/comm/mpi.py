@@ -34,6 +34,7 @@ class MpiGroup(Group):
         ranks: Sequence[int] | None = None,
     ) -> None:
         super().__init__(ranks or range(comm.size), comm.rank, name)
+        self.comm = comm  # for others that talk by MPI among the same ranks, as parallel HDF5 does
         self._ledger = Ledger(name, self.ranks, timeout_seconds)
         self._worker = Worker(name, threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE)
         self._mail = Wire(comm.Dup(), self._ledger, Reducer())
