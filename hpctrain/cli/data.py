@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -42,8 +41,10 @@ def prepare(
     from hpctrain.data.prepare import Request, prepare_shown
 
     request = Request(tuple(source), tokenizer, pattern, json_key, eod, on_error)
-    with World.join() as world, closing(_group(world)) as group:
+    with World.join() as world:
+        group = _group(world)
         made = prepare_shown(request, out, group, sys.stderr)
+        group.close()
         if world.leads:
             print(made.text() if json else _told(made, out), end="")
 

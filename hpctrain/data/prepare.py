@@ -16,7 +16,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -65,8 +65,7 @@ def prepare(request: Request, out: str | Path, group: Group | None = None, tell:
     with part.aside():
         counts = _fill(part, request, files, group, tell)
         _join(part, group)
-        led(group, lambda: _publish(part, request, files, counts))
-    return describe(out)
+        return Description(**led(group, lambda: _publish(part, request, files, counts)))
 
 
 def prepare_shown(request: Request, out: str | Path, group: Group, stream: TextIO) -> Description:
@@ -204,7 +203,7 @@ def _lay_out(part: Part, documents: int, tokens: int) -> None:
     part.lay_out(documents, tokens)
 
 
-def _publish(part: Part, request: Request, files: Sequence[File], counts: Counter[str]) -> None:
+def _publish(part: Part, request: Request, files: Sequence[File], counts: Counter[str]) -> dict[str, Any]:
     tokenizer = part.tokenizer
     made = Description(
         tokenizer.vocabulary, tokenizer.eod, tokenizer.identity, len(files), _length(files),
@@ -217,6 +216,7 @@ def _publish(part: Part, request: Request, files: Sequence[File], counts: Counte
         else:
             Path(part.out + suffix + ".tmp").write_text(text, encoding="utf-8")
     publish(part.out, ".bin", *(suffix for suffix, text in beside.items() if text is not None))
+    return asdict(made)
 
 
 def _stands(request: Request, out: str) -> bool:

@@ -9,6 +9,8 @@ from hpctrain import errors
 from hpctrain.comm.group import Group
 from hpctrain.errors import DataError, HpctrainError
 
+MEND = "look at its space, quota and rights, and whether all ranks see this folder"
+
 
 def led(group: Group, act: Callable[[], Any]) -> Any:
     """Do ``act`` on the leading rank; its JSON-able value, or its error, is every rank's. Collective."""
@@ -34,7 +36,7 @@ def _told(error: Exception) -> list[str]:
         return [type(error).__name__, error.what, error.why, error.mend]
     if isinstance(error, OSError):
         what = f"{error.filename or 'a file'}: {error.strerror or error}"
-        return [DataError.__name__, what, "the file system refused", "see its space, quota and rights"]
+        return [DataError.__name__, what, "the file system refused", MEND]
     return [DataError.__name__, "preparing the text met an error", f"{type(error).__name__}: {error}", ""]
 
 

@@ -61,6 +61,11 @@ def test_every_document_is_there_in_order_and_ends_once(tmp_path, request_all, t
     assert describe(tmp_path / "out" / "pair") == made
 
 
+def test_an_empty_file_at_the_end_is_counted_too(tmp_path, folder):
+    made = prepare(Request((str(folder / "a.txt"), str(folder / "b.txt"))), tmp_path / "pair")
+    assert (made.files, made.documents, made.empty) == (2, 1, 1)
+
+
 def test_nothing_but_the_pair_is_left(tmp_path, request_all):
     prepare(Request(request_all.sources, "bpe:260"), tmp_path / "out" / "pair")
     assert sorted(os.listdir(tmp_path / "out")) == ["pair.bin", "pair.idx", "pair.json", "pair.tokenizer.json"]
