@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
+import socket
 import sys
 import threading
 import traceback
@@ -22,7 +24,7 @@ from hpctrain.errors import EXIT_FAILED, HpctrainError, LateError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-GRACE_SECONDS = 1.0  # how long a failing rank looks whether all others fail alike
+GRACE_SECONDS = 2.0  # how long a failing rank looks whether all others fail alike
 CLEANUP_SECONDS = 5.0  # how long the ``finally`` blocks outside the ``with`` block may take
 EXIT_INTERRUPTED = 130
 
@@ -32,16 +34,15 @@ class Guard:
 
     def __init__(self) -> None:
         self._comm: MPI.Comm | None = None
-        self._host = ""
         self._seconds = 0.0
         self._armed = False
         self._installed = False
         self._told: BaseException | None = None
         self._exit_code = 0
 
-    def arm(self, comm: MPI.Comm | None, host: str, seconds: float) -> None:
+    def arm(self, comm: MPI.Comm | None, seconds: float) -> None:
         """Begin to watch: the ranks of ``comm`` belong together until they part. ``seconds`` limits the parting."""
-        self._comm, self._host, self._seconds = comm, host, seconds
+        self._comm, self._seconds = comm, seconds
         self._armed, self._told, self._exit_code = True, None, 0
         self._install()
 
@@ -137,7 +138,7 @@ class Guard:
             return
         self._told = error
         lines = _text(error).splitlines()
-        who = f"rank {self._rank} on {self._host}"
+        who = f"rank {self._rank} on {socket.gethostname()}"
         sys.stdout.flush()
         sys.stderr.write("".join(f"{who}: {line}\n" for line in lines))
         sys.stderr.flush()
@@ -152,7 +153,13 @@ class Guard:
         sys.stdout.flush()
         sys.stderr.flush()
         if self._comm is not None:
-            self._comm.Abort(code or EXIT_FAILED)
+            from mpi4py import MPI
+
+            # All of MPI_COMM_WORLD: of another communicator, MPICH under srun ends this rank alone. And under srun it
+            # only asks for the end, and comes back.
+            MPI.COMM_WORLD.Abort(code or EXIT_FAILED)
+            within(lambda: False, CLEANUP_SECONDS)
+            os._exit(code or EXIT_FAILED)
         raise SystemExit(code or EXIT_FAILED)
 
 

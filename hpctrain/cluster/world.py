@@ -78,13 +78,15 @@ class World:
         """
         config = config or CommConfig()
         launch = launcher.launch(os.environ)
-        GUARD.arm(None, socket.gethostname(), config.timeout_seconds)
+        GUARD.arm(None, config.timeout_seconds)
         mpi = start_mpi(launch, config.start_seconds)
         comm = None
         if mpi is not None:
             door.check_size(launch, mpi.COMM_WORLD.size, mpi.Get_library_version())
+            GUARD.arm(mpi.COMM_WORLD, config.timeout_seconds)
+            _together(mpi.COMM_WORLD, config)
             comm, private = _communicators()
-            GUARD.arm(private, socket.gethostname(), config.timeout_seconds)
+            GUARD.arm(private, config.timeout_seconds)
         world = cls._meet(comm, launch, config)
         world._guarded = True
         if world.leads:
@@ -101,7 +103,9 @@ class World:
 
     @classmethod
     def _meet(cls, comm: MPI.Comm | None, launch: Launch, config: CommConfig, host: str | None = None) -> World:
-        cards = _gather(comm, _card(comm, host), config.start_seconds)
+        _together(comm, config)
+        card = _card(comm, host)
+        cards = comm.allgather(card) if comm else [card]
         world = cls(comm, cards, launch, _facts(comm, launch), config)
         world._check_master(cards, config.check_master_addr)
         return world
@@ -201,12 +205,10 @@ def _cores(bits: int) -> frozenset[int]:
     return frozenset(core for core in range(bits.bit_length()) if bits >> core & 1)
 
 
-def _gather(comm: MPI.Comm | None, card: Card, seconds: float) -> list[Card]:
-    """Every rank's card; the wait for the last one has an end."""
-    if comm is None:
-        return [card]
-    wait(comm.Ibarrier(), comm, "the meeting at the start", seconds)
-    return comm.allgather(card)
+def _together(comm: MPI.Comm | None, config: CommConfig) -> None:
+    """Return when every rank is here, so that what follows waits for nobody."""
+    if comm is not None:
+        wait(comm.Ibarrier(), comm, "the meeting at the start", config.start_seconds)
 
 
 def _names(cards: list[Card]) -> tuple[str, ...]:

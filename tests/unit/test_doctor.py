@@ -174,7 +174,7 @@ def test_only_the_mpi_library_itself_counts_as_one() -> None:
             "/l/libmpi.so.40.30.4",
             "/l/libmpi_cray.so.12",
             "/l/libmpi_cxx.so.40",
-            "/l/libmpich-x",
+            "/l/libmpi_mpifh.so.40",
             "/l/libm.so",
         )
     )
