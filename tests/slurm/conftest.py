@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import subprocess
@@ -19,7 +20,7 @@ EX_UNAVAILABLE = 69
 UP_SECONDS = 600  # apt may have to wait for another apt
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "PREEMPTED"}
 # Each MPI library understands one way in which srun can introduce its ranks.
-MPI = {"main": "pmix", "mpich": "pmi2"}
+SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}
 ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -58,7 +59,7 @@ class Cluster:
         timeout: float = 90,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on so many nodes and tasks, to its end; ``mpi`` None is the one that suits ``venv``."""
-        layout = f"-N{nodes} --ntasks-per-node={tasks_per_node} --mpi={mpi or MPI[venv]}"
+        layout = f"-N{nodes} --ntasks-per-node={tasks_per_node} --mpi={mpi or SRUN_MPI[library(venv)]}"
         return self.run(f"srun {layout} {options}", *argv, venv=venv, timeout=timeout)
 
     def run(
@@ -102,8 +103,6 @@ class Cluster:
 
     def environment(self, venv: str) -> dict[str, str]:
         """What a user's shell would hold that works with this virtual environment."""
-        if not (VENVS[venv] / "bin/python").exists():
-            pytest.skip(f"no {VENVS[venv].name}: make test makes it")
         path = f"{VENVS[venv] / 'bin'}:{os.environ['PATH']}:/usr/bin:/usr/sbin"
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI", "OMPI_"))}
         own = {"SLURM_CONF": str(self.conf), "PATH": path, "HPCTRAIN_VENV": str(VENVS[venv])}
@@ -123,6 +122,17 @@ class Cluster:
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout.strip()
+
+
+@functools.cache
+def library(venv: str) -> str:
+    """The name of the MPI library of a virtual environment."""
+    python = VENVS[venv] / "bin/python"
+    if not python.exists():
+        pytest.skip(f"no {VENVS[venv].name}: make test makes it")
+    program = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+    said = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return said.stdout.strip()
 
 
 @pytest.fixture(scope="session")
