@@ -106,6 +106,14 @@ def test_a_tokenizer_is_trained_on_text_from_everywhere_when_there_is_much(tmp_p
     assert all(letter * 2 in known for letter in "amz")
 
 
+def test_a_tokenizer_is_trained_on_no_more_of_a_long_text_than_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "TRAINING_BYTES", 4)
+    (tmp_path / "x.txt").write_text("a" * 2000 + "b" * 2000)
+    prepare(Request((str(tmp_path / "x.txt"),), "bpe:300"), tmp_path / "pair")
+    known = json.loads((tmp_path / "pair.tokenizer.json").read_text())["model"]["vocab"]
+    assert "aa" in known and "bb" not in known
+
+
 def test_a_document_that_cannot_be_read_fails_the_work_and_leaves_nothing(tmp_path, folder, request_all):
     (folder / "c.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="c.txt is not UTF-8 text: byte 0xff at 0"):

@@ -53,6 +53,13 @@ def test_any_cut_of_the_bytes_gives_every_document_once_and_in_order(folder, cut
     assert found == ALL
 
 
+def test_a_cut_at_any_byte_loses_and_repeats_nothing(folder):
+    files = all_files(folder)
+    end = files[-1].stop + 1
+    for cut in range(end):
+        assert [*documents(files, 0, cut), *documents(files, cut, end)] == ALL
+
+
 def test_a_folder_is_read_to_its_depth_in_sorted_order(tmp_path):
     for name in ("b/x.txt", "a.txt", "b.txt", "b/a/y.txt", "no.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

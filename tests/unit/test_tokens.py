@@ -101,6 +101,17 @@ def test_a_writer_that_fails_leaves_the_pair_before_as_it_was(prefix):
     assert Tokens(prefix).document(0).tolist() == [1, 2, 3]
 
 
+def test_a_pair_that_is_half_replaced_does_not_pass_for_one(prefix, monkeypatch):
+    def cut_off(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        write(prefix, [[9, 9, 9], [9, 9]], "uint16")
+    with pytest.raises(DataError, match="pair.idx cannot be read"):
+        Tokens(prefix)
+
+
 DAMAGES = {
     "no index": (lambda p: os.unlink(p + ".idx"), r"pair.idx cannot be read\n.*No such file.*\n.*PREFIX"),
     "no data": (lambda p: os.unlink(p + ".bin"), r"pair.bin cannot be read\n.*No such file"),
