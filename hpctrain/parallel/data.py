@@ -42,7 +42,10 @@ class Bucket:
 
     slots: tuple[Slot, ...]
     flat: Flat
+    stale: set[str] = field(default_factory=set)
+    """Names whose gradient has not come in this step: their memory still holds the step before."""
     missing: set[str] = field(default_factory=set)
+    """Names whose gradient has not come in this backward."""
     handle: Handle | None = None
 
 
@@ -56,23 +59,24 @@ class DataParallel:
 
     def __init__(self, model: nn.Module, decays: dict[str, bool], group: Group, bucket_bytes: int) -> None:
         self.group = group
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.buckets = [
-            _fill(names, dict(named), decays[names[0]], group) for names in _fit(named, decays, bucket_bytes)
-        ]
-        self._bucket_of = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
-        self._live = False
-        for name, parameter in named:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.buckets = [_fill(names, self._parameters, decays[names[0]], group) for names in
+                        _fit(self._parameters, decays, bucket_bytes)]  # fmt: skip
+        self._place = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+        self._last = False
+        for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._came(name))
 
     def flats(self) -> list[Flat]:
         """The buckets as an optimizer takes them."""
         return [bucket.flat for bucket in self.buckets]
 
-    def zero(self) -> None:
-        """Set every gradient to zero; call before the first micro-batch of a step."""
+    def begin(self) -> None:
+        """Forget the gradients of the step before; call it before the first micro-batch."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
         for bucket in self.buckets:
-            bucket.flat.gradient.zero_()
+            bucket.stale = {slot.name for slot in bucket.slots}
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
@@ -82,9 +86,9 @@ class DataParallel:
         """
         for bucket in self.buckets:
             bucket.missing, bucket.handle = {slot.name for slot in bucket.slots}, None
-        self._next, self._live = 0, True
+        self._next, self._last = 0, True
         yield
-        self._live = False
+        self._last = False
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
 
@@ -96,21 +100,29 @@ class DataParallel:
                 bucket.handle = None
 
     def _came(self, name: str) -> None:
-        if not self._live:
-            return
-        self._bucket_of[name].missing.discard(name)
-        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self._send(self.buckets[self._next])
-            self._next += 1
+        """Take in a gradient: autograd makes a step's first one aside, and adds the others to it where it then lies."""
+        bucket, slot = self._place[name]
+        if name in bucket.stale:
+            bucket.stale.discard(name)
+            parameter, place = self._parameters[name], slot.of(bucket.flat.gradient)
+            place.copy_(parameter.grad)
+            parameter.grad = place
+        if self._last:
+            bucket.missing.discard(name)
+            while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+                self._send(self.buckets[self._next])
+                self._next += 1
 
     def _send(self, bucket: Bucket) -> None:
+        for name in bucket.stale:  # not used in this step
+            self._place[name][1].of(bucket.flat.gradient).zero_()
         bucket.handle = self.group.all_reduce(bucket.flat.gradient, later=True)
 
 
-def _fit(named: list[tuple[str, nn.Parameter]], decays: dict[str, bool], limit: int) -> Iterable[list[str]]:
+def _fit(parameters: dict[str, nn.Parameter], decays: dict[str, bool], limit: int) -> Iterable[list[str]]:
     """Deal the names, last first, into buckets of one dtype and one kind of decay, each below ``limit`` bytes."""
     open_buckets: dict[tuple[torch.dtype, bool], tuple[list[str], int]] = {}
-    for name, parameter in reversed(named):
+    for name, parameter in reversed(parameters.items()):
         kind = (parameter.dtype, decays[name])
         names, size = open_buckets.get(kind, ([], 0))
         if names and size + parameter.nbytes > limit:
@@ -131,5 +143,4 @@ def _fill(names: list[str], parameters: dict[str, nn.Parameter], decay: bool, gr
     for slot in slots:
         slot.of(flat.parameter).copy_(parameters[slot.name].data)
         parameters[slot.name].data = slot.of(flat.parameter)
-        parameters[slot.name].grad = slot.of(flat.gradient)
     return Bucket(tuple(slots), flat)

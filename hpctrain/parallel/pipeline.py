@@ -48,7 +48,7 @@ class Runner:
 
         The mean is over the tokens of all ranks and micro-batches, so none weighs more for being shorter.
         """
-        self.data.zero()
+        self.data.begin()
         now = Pass(step, microbatches, self._count(microbatches))
         for index, action in enumerate(self.actions):
             with self.data.reducing() if index == self._last_backward else nullcontext():
@@ -82,7 +82,8 @@ class Runner:
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> int:
         tokens = torch.tensor(sum(m.predicted for m in microbatches))
-        self.group.all_reduce(tokens)
+        with self.meter.phase("communication"):
+            self.group.all_reduce(tokens)
         return int(tokens)
 
     _OPS = {"F": _forward, "B": _backward}
