@@ -56,11 +56,10 @@ class LabError(Exception):
 
 def start(folder: Path, size: Size) -> None:
     """Bring the cluster up in ``folder``, which is empty; returns when every node is idle."""
-    if len(str(folder)) > LONGEST_FOLDER:
-        raise LabError(f"{folder}: the path of the lab's folder may have {LONGEST_FOLDER} characters")
     folder.chmod(0o700)
     (folder / MARK).write_text(json.dumps(asdict(size)))
     try:
+        _check(folder)
         furnish(folder, size)
         _machine(folder, "munge", *_munged(folder))
         _wait(folder, "munged opens its socket", (folder / "run/munge.socket").is_socket)
@@ -77,9 +76,10 @@ def stop(folder: Path) -> None:
     """End every process of the cluster and of its jobs, and remove its folder."""
     if not (folder / MARK).exists():
         raise LabError(f"{folder} holds no lab")
-    for number in _machines(folder) + _clients(folder):
+    for number in _clients(folder):
         _kill(number)
-    _until(lambda: not _machines(folder), STOP_SECONDS)
+    if not _until(lambda: _end_machines(folder), STOP_SECONDS):
+        raise LabError(f"{folder}: processes {_machines(folder)} did not end in {STOP_SECONDS} s")
     shutil.rmtree(folder)
 
 
@@ -159,6 +159,15 @@ def _free(port: int) -> bool:
     return True
 
 
+def _check(folder: Path) -> None:
+    if len(str(folder)) > LONGEST_FOLDER:
+        raise LabError(f"{folder}: the path of the lab's folder may have {LONGEST_FOLDER} characters")
+    trial = ["unshare", *NAMESPACES, "mount", "-t", "proc", "proc", "/proc"]
+    done = subprocess.run(trial, capture_output=True, text=True, timeout=10, check=False)
+    if done.returncode:
+        raise Unavailable(f"no namespaces can be made here (a container without SYS_ADMIN?): {done.stderr.strip()}")
+
+
 def _devices(folder: Path, count: int) -> None:
     """Null devices as GPUs: Slurm counts a node's GPUs by their files and takes nothing but character devices."""
     try:
@@ -197,9 +206,21 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _machines(folder: Path) -> list[int]:
-    """The first process of each machine that lives; the kernel ends all others of its namespace with it."""
-    numbers = (int(path.read_text()) for path in (folder / "run").glob("*.machine"))
-    return [number for number in numbers if str(folder) in _command(number)]  # a number may be another's by now
+    """The processes that are the machines of this lab: of each, ``unshare`` and the first one inside."""
+    words = {str(HERE / "enter"), str(folder)}
+    return [number for number in _processes() if words <= set(_read(number, "cmdline"))]
+
+
+def _end_machines(folder: Path) -> bool:
+    """Kill the first process of each machine, and with it the kernel ends the others; whether all have ended.
+
+    ``unshare`` stays until the last of them is gone, so that its end is the machine's.
+    """
+    found = _machines(folder)
+    for number in found:
+        if _program(number) != "unshare":
+            _kill(number)
+    return not found
 
 
 def _clients(folder: Path) -> list[int]:
@@ -219,12 +240,8 @@ def _program(number: int) -> str:
         return ""
 
 
-def _command(number: int) -> list[str]:
-    """The words of a process; none when it has ended, also when nobody has collected it yet."""
-    return _read(number, "cmdline")
-
-
 def _read(number: int, name: str) -> list[str]:
+    """The words of a process's command or environment; none when it has ended, also while nobody has collected it."""
     try:
         return Path(f"/proc/{number}/{name}").read_bytes().decode(errors="replace").split("\0")
     except OSError:
