@@ -79,16 +79,18 @@ class Guard:
         self._installed = True
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
         self._thread_hook, threading.excepthook = threading.excepthook, self._uncaught_in_thread
-        self._exit, sys.exit = sys.exit, self._exiting
+        sys.exit = self._exiting
         atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._forked)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = _code(error)
         if self._told is error:
             self._abort(code)
-        if self._armed and not self._part(error, code):
+        together = self._armed
+        if together and not self._part(error, code):
             self.abort(error)
-        if self._rank == 0:
+        if not together or self._rank == 0:
             self._hook(kind, error, trace)
         raise SystemExit(code)
 
@@ -111,6 +113,10 @@ class Guard:
         if self._exit_code:
             self.abort(SystemExit(self._exit_code))
         self._others_failed()
+
+    def _forked(self) -> None:
+        """A forked child is no rank, and its end is its parent's affair."""
+        self._armed = False
 
     # ---- parting ---------------------------------------------------------------------------------------------------
 

@@ -74,8 +74,10 @@ def lost_tasks(asked: int | None, here: int) -> list[Advice]:
 
 def all_of(ranks: Sequence[Rank], clocks: Sequence[float]) -> list[Advice]:
     """Everything that is to be said of a job, each thing once, by the first node that shows it."""
-    nodes = [[rank for rank in ranks if rank.node == node] for node in sorted({rank.node for rank in ranks})]
-    seen = (check(node) for check in NODE_CHECKS for node in nodes)
+    nodes: dict[int, list[Rank]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.node, []).append(rank)
+    seen = (check(node) for check in NODE_CHECKS for node in nodes.values())
     first: dict[str, Advice] = {}
     for found in seen:
         if found:

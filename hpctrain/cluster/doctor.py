@@ -36,12 +36,16 @@ class Report:
 
 
 def diagnose(world: World, folder: Path) -> Report:
-    """Examine the job and its nodes for a run that writes to ``folder``. Collective; every rank gets the report."""
+    """Examine the job and its nodes for a run that writes to ``folder``. Collective; all ranks get rank 0's report."""
     job = slurm.job(os.environ)
     own = Rank(world.rank, world.node, world.cores, probe(folder))
     ranks = world.collect(own)
     clocks = clock_offsets(world)
-    facts = (*world.facts, *_places(world), *_found(ranks), _clock(clocks), *_job(job))
+    return world.share(_report(world, job, ranks, clocks) if world.leads else None)
+
+
+def _report(world: World, job: slurm.Job | None, ranks: list[Rank], clocks: list[float]) -> Report:
+    facts = (*world.facts, *_places(world), *_found(ranks), _clock(clocks), *(job.facts if job else ()))
     return Report(facts, (*world.warnings, *_node_list(job, world), *advice.all_of(ranks, clocks)))
 
 
@@ -125,10 +129,6 @@ def _summary(values: list[Any]) -> Any:
 
 def _clock(offsets: list[float]) -> Fact:
     return Fact("clocks.apart_seconds", round(max(offsets) - min(offsets), 4), "pings over MPI")
-
-
-def _job(job: slurm.Job | None) -> tuple[Fact, ...]:
-    return job.facts if job else ()
 
 
 def _node_list(job: slurm.Job | None, world: World) -> list[Advice]:

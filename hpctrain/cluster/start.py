@@ -66,11 +66,16 @@ def _without(launch: Launch, error: Exception) -> None:
 
 
 def _late(launch: Launch, seconds: float, sign: _Sign) -> LateError:
+    who = f"rank {_known(launch.rank)} on {socket.gethostname()}"
     return LateError(
-        f"rank {launch.rank} on {socket.gethostname()} waited {seconds:g} s in MPI_Init for ranks that did not come",
-        f"started by {launch.launcher} with {launch.size} ranks; {sign.missing()}",
+        f"{who} waited {seconds:g} s in MPI_Init for ranks that did not come",
+        f"started by {launch.launcher} with {_known(launch.size)} ranks; {sign.missing()}",
         "look for the missing ranks' own messages; a larger comm.start_seconds waits longer",
     )
+
+
+def _known(value: int | None) -> str:
+    return "?" if value is None else str(value)
 
 
 class _Limit:

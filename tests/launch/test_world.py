@@ -257,6 +257,32 @@ def test_a_caught_error_that_left_the_world_ends_the_job_all_the_same(launch, sc
     assert done.returncode == 1 and "caught" in done.stdout and "ValueError: boom" in done.stderr
 
 
+def test_an_error_after_the_world_is_told_by_the_rank_that_has_it(launch, script) -> None:
+    body = """
+    with World.join() as world:
+        rank = world.rank
+    if rank == 1:
+        raise PlanError("what")
+    """
+    done = launch(2, "python", script(body))
+    assert done.returncode == 2 and done.stderr.count("PlanError: what") == 1
+
+
+def test_an_error_in_a_forked_child_is_no_failure_of_a_rank(launch, script) -> None:
+    body = """
+    with World.join() as world:
+        child = os.fork()
+        if child == 0:
+            thread = threading.Thread(target=lambda: 1 / 0)
+            thread.start()
+            thread.join()
+            os._exit(3)
+        say(f"child {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+    """
+    done = launch(2, "python", script(body))
+    assert done.returncode == 0 and done.stdout.count("child 3") == 2
+
+
 def test_an_abort_reaches_ranks_behind_a_shell(launch, script, tmp_path: Path) -> None:
     program = script(FAIL.format(how="raise ValueError('boom')", start=STARTS["with"]))
     wrapper = tmp_path / "wrapper.sh"

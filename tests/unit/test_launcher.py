@@ -53,6 +53,12 @@ def test_flux_does_not_say_how_many_ranks_a_node_has() -> None:
     assert (said.launcher, said.rank, said.size, said.local_rank, said.local_size) == ("flux", 3, 4, 1, None)
 
 
+@pytest.mark.parametrize(("node", "ranks_there"), [("0", 2), ("2", 2), ("3", 1)])
+def test_nodes_may_have_different_numbers_of_ranks(node: str, ranks_there: int) -> None:
+    uneven = {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NUM_TASKS": "7", "SLURM_NODEID": node}
+    assert launch(SLURM | uneven).local_size == ranks_there
+
+
 def test_a_process_that_nobody_launched_is_alone() -> None:
     assert launch({"PATH": "/bin"}) == Launch("none")
 
