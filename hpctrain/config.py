@@ -6,12 +6,18 @@ told as a ``ConfigError`` that names the key, its value and the mend. Nothing he
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Iterator
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from hpctrain.errors import ConfigError
 
@@ -21,13 +27,19 @@ Auto = Literal["auto"]
 class Section(BaseModel):
     """A table of the configuration: frozen, and refusing keys that it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
-def _divides(whole: int, part: int, whole_key: str, part_key: str, why: str) -> None:
-    if whole % part:
-        fitting = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0 and n <= 4 * part)
-        raise ValueError(f"{part_key} = {part} does not divide {whole_key} = {whole}: {why}; possible: {fitting}")
+def _check_divides(model: Section, part_key: str, whole_key: str, why: str) -> None:
+    whole, part = getattr(model, whole_key), getattr(model, part_key)
+    if part is not None and whole % part:
+        fitting = [n for n in range(1, whole + 1) if whole % n == 0]
+        near = [max(n for n in fitting if n < part), *[n for n in fitting if n > part][:1]]
+        what = f"model.{part_key} = {part} does not divide model.{whole_key} = {whole}"
+        mend = f"set model.{part_key} to {' or '.join(map(str, near))}, or change model.{whole_key}"
+        raise ConfigError(what, why, mend)
 
 
 class RunConfig(Section):
@@ -79,8 +91,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
-        _divides(self.width, self.heads, "width", "heads", "each head gets width / heads dimensions")
-        _divides(self.heads, self.kv_heads or self.heads, "heads", "kv_heads", "each key-value head serves whole heads")
+        _check_divides(self, "heads", "width", "each head gets width / heads dimensions")
+        _check_divides(self, "kv_heads", "heads", "each key-value head serves equally many heads")
         return self
 
 
@@ -96,9 +108,9 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """What is read."""
 
-    sources: tuple[SourceConfig, ...] = ()
+    sources: tuple[SourceConfig, ...] = Field((), strict=False)
     """Token files and their weights; with ``text`` and without ``sources`` the text is prepared into the run's data."""
-    text: tuple[str, ...] = ()
+    text: tuple[str, ...] = Field((), strict=False)
     """Text files, folders or JSONL to prepare when there are no sources. ``{stdlib}`` stands for the folder of the
     Python standard library."""
     pattern: str = "*.txt"
@@ -229,6 +241,7 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
 
 def parse(table: dict[str, Any], overrides: tuple[str, ...] = (), source: str = "configuration") -> Config:
     """Make a ``Config`` of a nested table; ``source`` names it in errors."""
+    table = deepcopy(table)
     for override in overrides:
         _lay(table, override)
     try:
@@ -237,26 +250,61 @@ def parse(table: dict[str, Any], overrides: tuple[str, ...] = (), source: str = 
         raise _told(error, source) from None
 
 
-def knobs(model: type[Section] = Config, prefix: str = "") -> dict[str, str]:
-    """Every dotted key with its docstring, in the order of this file."""
-    found: dict[str, str] = {}
+def knobs() -> dict[str, str]:
+    """Every dotted key with its docstring, in the order of this file; ``[]`` stands for each table of a list."""
+    return {key: " ".join((field.description or "").split()) for key, field in _fields(Config)}
+
+
+def defaults() -> dict[str, Any]:
+    """Every dotted key with its default, as plain values; None where it is left out."""
+    found = {key: field.get_default() for key, field in _fields(Config)}
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def kinds() -> dict[str, str]:
+    """Every dotted key with what its value may be, in words."""
+    return {key: ", ".join((_kind(field.annotation), *_bounds(field))) for key, field in _fields(Config)}
+
+
+KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "left out"}
+BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+def _fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """The keys that hold values, with those of tables in lists."""
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            found |= knobs(field.annotation, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = " ".join((field.description or "").split())
-    return found
+        if _is_section(field.annotation):
+            yield from _fields(field.annotation, f"{prefix}{name}.")
+            continue
+        yield prefix + name, field
+        for part in filter(_is_section, get_args(field.annotation)):
+            yield from _fields(part, f"{prefix}{name}[].")
 
 
-def defaults(model: Section | None = None, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key with its default, as plain values."""
-    found: dict[str, Any] = {}
-    for name, value in (model or Config()).__dict__.items():
-        if isinstance(value, Section):
-            found |= defaults(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return found
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _plain(value: Any) -> Any:
+    if value is PydanticUndefined:
+        return None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _kind(annotation: Any) -> str:
+    if annotation in KINDS:
+        return KINDS[annotation]
+    if _is_section(annotation):
+        return "tables"
+    parts = [part for part in get_args(annotation) if part is not Ellipsis]
+    if getattr(annotation, "__origin__", None) is tuple:
+        return f"list of {_kind(parts[0])}"
+    return " or ".join(f'"{part}"' if isinstance(part, str) else _kind(part) for part in parts)
+
+
+def _bounds(field: FieldInfo) -> list[str]:
+    limits = [(BOUNDS[name], getattr(one, name)) for one in field.metadata for name in BOUNDS if hasattr(one, name)]
+    return [f"{words} {number:g}" for words, number in limits]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -288,25 +336,52 @@ def _value(text: str) -> Any:
         return text
 
 
+# What pydantic says of Python's types, in the words of TOML.
+WORDS = {
+    "tuple_type": "it should be a list, in brackets",
+    "string_type": "it should be text, in quotes (in a shell, with quotes around them)",
+    "model_type": "it is a section, not a value",
+    "bool_type": "it should be true or false",
+}
+
+
 def _told(error: ValidationError, source: str) -> ConfigError:
-    """The first fault of a validation, as key, value and mend; the number of further ones is said."""
-    faults = error.errors(include_url=False)
-    first = faults[0]
-    key = ".".join(str(part) for part in first["loc"] if part not in ("auto", "int", "float", "literal['auto']"))
+    """The fault of the first wrong key, as key, value and mend; the number of further wrong keys is said."""
+    faults: dict[str, list[Any]] = {}
+    for fault in error.errors(include_url=False):
+        faults.setdefault(_dotted(fault["loc"]), []).append(fault)
+    key, here = next(iter(faults.items()))
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        return ConfigError(f"{source}: {key} is not a known key{more}", "", _nearest(key))
-    what = f"{source}: {key} = {first['input']!r} cannot be{more}" if key else f"{source}: {first['msg']}{more}"
-    return ConfigError(what, first["msg"] if key else "", knobs().get(key, ""))
+    meaning = knobs().get(_any(key), "")
+    if here[0]["type"] == "extra_forbidden":
+        return ConfigError(f"{source}: {key} is not a known key{more}", "", _nearest(_any(key)))
+    if here[0]["type"] == "missing":
+        return ConfigError(f"{source}: {key} is missing{more}", "", meaning)
+    why = "; or ".join(WORDS.get(fault["type"], fault["msg"].replace("Input", "it")) for fault in here)
+    return ConfigError(f"{source}: {key} = {here[0]['input']!r} cannot be{more}", why, meaning)
+
+
+def _dotted(place: tuple[str | int, ...]) -> str:
+    """A place in the configuration as ``data.sources[0].path``, without pydantic's names of a union's members."""
+    parts = [part for part in place if part not in ("int", "float", "literal['auto']")]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+
+
+def _any(key: str) -> str:
+    """The key as ``knobs`` has it: of any table of a list."""
+    return re.sub(r"\[\d+\]", "[]", key)
 
 
 def _nearest(key: str) -> str:
+    """The key that was meant: one of this name, or of a name like it in this section; else what there is."""
     known = [*knobs(), *Config.model_fields]
-    match = get_close_matches(key, known, n=1, cutoff=0.5)
-    last = key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == last]
-    best = same or match
-    return f"did you mean {best[0]}?" if best else f"known sections: {', '.join(Config.model_fields)}"
+    section, _, name = key.rpartition(".")
+    names = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
+    same = [one for one in known if one.rpartition(".")[2] == name]
+    near = [f"{section}.{one}".lstrip(".") for one in get_close_matches(name, names, n=1)]
+    if best := same or near:
+        return f"did you mean {best[0]}?"
+    return f"known in {section}: {', '.join(names)}" if names and section else f"known sections: {', '.join(names)}"
 
 
-__all__ = [*(s.__name__ for s in Section.__subclasses__()), "Section", "load", "parse", "knobs", "defaults"]
+__all__ = [*(s.__name__ for s in Section.__subclasses__()), "Section", "load", "parse", "knobs", "defaults", "kinds"]

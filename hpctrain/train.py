@@ -19,7 +19,7 @@ from hpctrain.comm.groups import Groups
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
-from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE
+from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
@@ -44,21 +44,20 @@ def train(config: Config, world: World) -> int:
     save = partial(checkpoint.save, state=job.state, attributes={"plan": plan.to_json(), "config": config.model_dump()})
 
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new
-    with listening(config.run.folder) as stop_requested, open_log(config, start, world) as log:
+    with listening(config.run.folder if world.leads else None) as asked, open_log(config, start, world) as log:
         log.say(plan.show() if start == 0 else f"going on from step {start}")
+        stop = False
         for step in range(start, config.train.steps):
             log.step(step + 1, job.step(step, batches))
 
-            stop = world.agree(stop_requested())  # all ranks stop at the same step
-            last = stop or step + 1 == config.train.steps
-            if last or checkpoint.due(step + 1):
+            stop = world.agree(asked()) and step + 1 < config.train.steps  # all ranks stop at the same step
+            if stop or step + 1 == config.train.steps or checkpoint.due(step + 1):
                 log.say(f"saved {save(step + 1)}")
-            if stop and step + 1 < config.train.steps:
-                log.say(f"stopped after step {step + 1}, as asked; start the same command again to go on")
-                return EXIT_REQUEUE
-        log.say(farewell(config, checkpoint.newest()))
+            if stop:
+                break
+        log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
     groups.close()
-    return EXIT_DONE
+    return EXIT_REQUEUE if stop else EXIT_DONE
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,7 @@ class Job:
     def step(self, step: int, batches: Batches) -> dict[str, Any]:
         """Take one optimizer step and say how it went; ``step`` counts the steps before it. Collective."""
         optim, group, device = self.config.optim, self.runner.group, self.meter.device
+        self.meter.restart()  # what was between the steps, such as a save, is no part of either
         with self.meter.phase("data"):
             microbatches = [m.to(device) for m in batches.part(step, group.rank, group.size)]
         loss, tokens = self.runner.run(microbatches, step)
@@ -122,9 +122,7 @@ class Job:
             return {}
         count = min(self.config.train.validate_batches, batches.validation_batches)
         parts = [m for index in range(count) for m in batches.validation(index, group.rank, group.size)]
-        loss = self.runner.evaluate([m.to(self.meter.device) for m in parts])
-        self.meter.restart()
-        return {"validation_loss": loss}
+        return {"validation_loss": self.runner.evaluate([m.to(self.meter.device) for m in parts])}
 
 
 def set_up_device(world: World) -> torch.device:
@@ -138,7 +136,12 @@ def open_data(config: Config, groups: Groups) -> Batches:
     sources = ready(config.data, config.run.folder / "data", groups.whole)
     data = config.data.model_copy(update={"sources": sources})
     vocabulary = None if config.model.vocabulary == "auto" else config.model.vocabulary
-    return Batches(data, config.train, config.model.sequence, config.run.seed, vocabulary)
+    batches = Batches(data, config.train, config.model.sequence, config.run.seed, vocabulary)
+    if config.train.validate_every and not batches.validation_batches:
+        what = f"train.validate_every = {config.train.validate_every}, and there is no sample to validate with"
+        why = f"data.validation = {data.validation} of the tokens are less than {config.model.sequence} for one sample"
+        raise ConfigError(what, why, "set data.validation higher, or train.validate_every to 0")
+    return batches
 
 
 def state_of(plan: Plan, data_parallel: DataParallel, optimizer: AdamW) -> State:
@@ -165,9 +168,16 @@ def open_log(config: Config, start: int, world: World) -> Log:
     return Log(config.run.folder, start, config.train.steps, world.leads, log.every, log.tensorboard)
 
 
-def farewell(config: Config, newest: Path | None) -> str:
+def parting(step: int) -> str:
+    """What happened to a run that was stopped."""
+    return f"stopped after step {step}, as asked; start the same command again to go on"
+
+
+def farewell(config: Config, newest: Path | None, step: int) -> str:
     """What was made and what to try next, in two lines."""
+    if newest is None:
+        return "made nothing: train.steps = 0\ntry: --set train.steps=100"
     return (
-        f"made {newest}: step {config.train.steps} of {config.run.name}, its log in {config.run.folder}/log.jsonl\n"
-        f"try: hpctrain ckpt inspect {newest}, or train on with --set train.steps={2 * config.train.steps}"
+        f"made {newest}: step {step} of {config.run.name}, its log in {config.run.folder}/log.jsonl\n"
+        f"try: hpctrain ckpt inspect {newest}, or train on with --set train.steps={2 * step}"
     )

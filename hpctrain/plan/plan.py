@@ -90,9 +90,9 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
         schedule=accumulate(microbatches),
         bytes={"weights": size, "gradients": size, "optimizer": 2 * size},
         reasons=(
-            f"every rank takes other samples: dp is all {mesh.size('dp')} ranks",
+            f"every rank takes other samples: dp = {mesh.size('dp')}",
             f"train.batch = {config.train.batch} over {mesh.size('dp')} ranks, {config.train.microbatch} at once,"
-            f" is {microbatches} micro-batches",
+            f" is {microbatches} micro-batch{'es' * (microbatches > 1)} a rank",
         ),
     )
 

@@ -6,29 +6,41 @@ Only the rank that leads writes; the others hold the same object and it does not
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hpctrain.errors import ConfigError
+from hpctrain.watch.terminal import columns
+
 SHOWN = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "validation_loss": "validation {:.4f}"}
 
 
 class Log:
-    """The record of one run, appended to across restarts; live, closed by ``with``."""
+    """The record of one run, one across restarts; live, closed by ``with``. ``first`` steps were made before.
+
+    Raises ConfigError, on every rank, when ``board`` is asked for and cannot be had.
+    """
 
     def __init__(self, folder: Path, first: int, steps: int, leads: bool, every: int = 1, board: bool = False) -> None:
         self.leads, self.every, self._steps = leads, every, steps
         self._file: TextIO | None = None
         self._show: Bar | Lines | None = None
-        self._board = Board(folder) if leads and board else None
+        self._board: Board | None = None
+        if board and not find_spec("tensorboard"):
+            mend = "pip install tensorboard, or set log.tensorboard to false"
+            raise ConfigError("log.tensorboard = true, and TensorBoard is not installed", "", mend)
         if leads:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / "log.jsonl").open("a", encoding="utf-8")
-            self._show = (Bar if sys.stderr.isatty() else Lines)(first, steps)
+            self._file = _reopened(folder / "log.jsonl", first)
+            width = columns()
+            self._show = Lines(first, steps) if width is None else Bar(first, steps, width)
+            self._board = Board(folder, first) if board else None
 
     def __enter__(self) -> Log:
         return self
@@ -58,10 +70,11 @@ class Log:
 class Bar:
     """A progress bar: step, loss, tokens/s, time left."""
 
-    def __init__(self, first: int, steps: int) -> None:
+    def __init__(self, first: int, steps: int, width: int) -> None:
         self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
-            TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True),
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(width // 5), TextColumn("{task.fields[text]}"),
+            TextColumn("left"), TimeRemainingColumn(),
+            console=Console(stderr=True, force_terminal=True, width=width),  # through mpirun's pipe as well
         )  # fmt: skip
         self._task = self._progress.add_task("train", total=steps, completed=first, text="")
         self._progress.start()
@@ -97,10 +110,10 @@ class Lines:
 class Board:
     """The same scalars as TensorBoard event files, in the run's folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1)
 
     def step(self, step: int, values: dict[str, Any]) -> None:
         for name, value in _scalars(values):
@@ -108,6 +121,26 @@ class Board:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _reopened(path: Path, first: int) -> TextIO:
+    """Open a log to write on from step ``first``; later lines go, since their steps will be made again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if _step_of(line) <= first]
+    if kept != lines:
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(kept), encoding="utf-8")
+        os.replace(aside, path)
+    return path.open("a", encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; beyond all steps for one that a killed run did not finish."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
