@@ -26,8 +26,9 @@ class Pass:
     microbatches: Sequence[MicroBatch]
     tokens: int
     """Targets that count in this step, over all ranks."""
+    loss: Tensor
+    """The sum so far, in fp64, on the group's device."""
     waiting: dict[int, Tensor] = field(default_factory=dict)
-    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
 
 class Runner:
@@ -49,7 +50,7 @@ class Runner:
         The mean is over the tokens of all ranks and micro-batches, so none weighs more for being shorter.
         """
         self.data.begin()
-        now = Pass(step, microbatches, self._count(microbatches))
+        now = Pass(step, microbatches, self._count(microbatches), self._zeros(()))
         for index, action in enumerate(self.actions):
             with self.data.reducing() if index == self._last_backward else nullcontext():
                 self._OPS[action.op](self, now, action.microbatch)
@@ -61,10 +62,10 @@ class Runner:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> float:
         """The mean loss over the tokens of all ranks, without gradients. Collective."""
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = self._zeros((2,))
         for m in microbatches:
             loss, tokens = self.model.loss(m.tokens, m.targets, m.documents)
-            sums += torch.stack((loss.double(), tokens.double())).cpu()
+            sums += torch.stack((loss.double(), tokens.double()))
         self.group.all_reduce(sums)
         return float(sums[0] / sums[1].clamp(min=1))
 
@@ -78,12 +79,15 @@ class Runner:
         loss = now.waiting.pop(microbatch)
         with self.meter.phase("backward"):
             loss.backward()
-        now.loss += loss.detach().cpu()
+        now.loss += loss.detach()
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> int:
-        tokens = torch.tensor(sum(m.predicted for m in microbatches))
+        tokens = torch.tensor(sum(m.predicted for m in microbatches), device=self.group.device)
         with self.meter.phase("communication"):
             self.group.all_reduce(tokens)
         return int(tokens)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.group.device)
 
     _OPS = {"F": _forward, "B": _backward}
