@@ -214,8 +214,11 @@ class _Pending(Handle):
     It ends the collectives before it first: torch gives the works of one group to several threads.
     """
 
-    def __init__(self, where: str, works: list[dist.Work], finish: Finish, before: _Pending | None) -> None:
-        self._where, self._works, self._finish, self._before = where, works, finish, before
+    def __init__(
+        self, where: str, works: Sequence[dist.Work | None], finish: Finish, before: _Pending | None
+    ) -> None:
+        self._where, self._finish, self._before = where, finish, before
+        self._works = [work for work in works if work is not None]  # NCCL has none for what is already in the stream
         self._error: CommError | None = None
 
     def wait(self) -> None:
