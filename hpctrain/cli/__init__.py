@@ -10,7 +10,7 @@ import sys
 import typer
 
 from hpctrain import __version__
-from hpctrain.cli import bench, ckpt, data, doctor, plan, train
+from hpctrain.cli import bench, ckpt, data, doctor, knobs, plan, train
 from hpctrain.errors import HpctrainError
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
-app.command("knobs")(plan.knobs)
+app.command("knobs")(knobs.knobs)
 app.command("doctor")(doctor.doctor)
 app.add_typer(data.app, name="data", help="Text to tokens.")
 app.add_typer(ckpt.app, name="ckpt", help="Look into checkpoints.")

@@ -1,19 +1,24 @@
-"""``hpctrain plan`` shows what a run would do; ``hpctrain knobs`` lists what can be set."""
+"""``hpctrain plan``: what a run would do."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpctrain.cli.options import AsJson, ConfigPath, Overrides
 
+if TYPE_CHECKING:
+    from hpctrain.config import Config
+
 
 def plan(
     config: ConfigPath,
     ranks: Annotated[int, typer.Option(help="How many ranks the run would have.", min=1)] = 1,
-    vocabulary: Annotated[int, typer.Option(help="The tokenizer's tokens, where model.vocabulary is auto.")] = 0,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="The tokenizer's tokens, where the data does not tell them.", min=1)
+    ] = None,
     set: Overrides = None,  # noqa: A002 - the option's name
     as_json: AsJson = False,
 ) -> None:
@@ -22,23 +27,30 @@ def plan(
     from hpctrain.plan.plan import decide
     from hpctrain.plan.topology import Topology
 
-    found = decide(load(config, tuple(set or ())), Topology(("node",) * ranks), vocabulary)
+    chosen = load(config, tuple(set or ()))
+    found = decide(chosen, Topology(("node",) * ranks), vocabulary or _tokens(chosen))
     print(json.dumps(found.to_json(), indent=2) if as_json else found.show())
 
 
-def knobs(as_json: AsJson = False) -> None:
-    """List every key of a configuration with what it means."""
-    from rich.console import Console
-    from rich.table import Table
+def _tokens(config: Config) -> int:
+    """The tokenizer's number of tokens, as far as it is known before the text is prepared."""
+    from hpctrain.data.tokens import describe
+    from hpctrain.errors import ConfigError
 
-    from hpctrain.config import defaults
-    from hpctrain.config import knobs as all_knobs
+    if config.model.vocabulary != "auto":
+        return config.model.vocabulary
+    if not config.data.sources and config.data.text:
+        return _tokens_of_text(config)
+    described = [found.vocabulary for source in config.data.sources if (found := describe(source.path))]
+    if not described:
+        what = 'model.vocabulary = "auto", and no data tells how many tokens its tokenizer has'
+        why = "a PREFIX.json beside a token file would"
+        raise ConfigError(what, why, "give --vocabulary N, or set model.vocabulary to a number")
+    return max(described)
 
-    rows = [{"key": key, "default": defaults()[key], "meaning": text} for key, text in all_knobs().items()]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    table = Table("key", "default", "meaning")
-    for row in rows:
-        table.add_row(row["key"], json.dumps(row["default"]), row["meaning"])
-    Console().print(table)
+
+def _tokens_of_text(config: Config) -> int:
+    """The tokens of the tokenizer that text will be prepared with: of ``bpe:N``, at most N."""
+    from hpctrain.data.tokenizer import bpe_size, load
+
+    return bpe_size(config.data.tokenizer) or load(config.data.tokenizer).vocabulary

@@ -91,7 +91,7 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
         bytes={"weights": size, "gradients": size, "optimizer": 2 * size},
         reasons=(
             f"every rank takes other samples: dp = {mesh.size('dp')}",
-            f"train.batch = {config.train.batch} over {mesh.size('dp')} ranks, {config.train.microbatch} at once,"
+            f"train.batch = {config.train.batch} over dp = {mesh.size('dp')}, {config.train.microbatch} at once,"
             f" is {microbatches} micro-batch{'es' * (microbatches > 1)} a rank",
         ),
     )
