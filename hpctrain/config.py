@@ -193,6 +193,8 @@ class CheckpointConfig(Section):
     ``auto`` takes ``direct``, which needs no parallel HDF5."""
     sync: bool = True
     """Whether a save ends only when the disk has the bytes (fsync)."""
+    hints: dict[str, str | int] = {}
+    """Hints that the ``mpio`` writer gives to MPI-IO, e.g. ``cb_nodes``; each MPI library knows its own."""
 
 
 class CommConfig(Section):

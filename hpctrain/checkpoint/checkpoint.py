@@ -45,7 +45,7 @@ class Checkpoint:
         begun = led(self.group, lambda: self._begin(step, entries, attributes), f"laying out step {step}")
         part, path = Path(begun["part"]), self.folder / keep.file_name(step)
         try:
-            self._write(part, entries, state, begun["offsets"], self.group, self.config.sync)
+            self._write(part, entries, state, begun["offsets"], self.group, self.config)
             led(self.group, lambda: self._publish(part, path, step), f"publishing {path}")
         except BaseException:
             self._discard(part)

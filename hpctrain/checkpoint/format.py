@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import prod
@@ -151,15 +151,22 @@ def parallel() -> bool:
 
 
 class Shared:
-    """A laid-out file that all ranks of ``comm`` have open to write together. Everything here is collective."""
+    """A laid-out file that all ranks of ``comm`` have open to write together. Opening and closing are collective."""
 
-    def __init__(self, path: Path, comm: Any) -> None:
-        self._file = h5py.File(path, "r+", driver="mpio", comm=comm, libver="earliest", locking=False)
-        self._collective = h5p.create(h5p.DATASET_XFER)
-        self._collective.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+    def __init__(self, path: Path, comm: Any, hints: Mapping[str, str | int]) -> None:
+        info = comm.Get_info()
+        for key, value in hints.items():
+            info.Set(key, str(value))
+        self._file = h5py.File(path, "r+", driver="mpio", comm=comm, info=info, libver="earliest", locking=False)
+        info.Free()
+        self._how = {together: h5p.create(h5p.DATASET_XFER) for together in (False, True)}
+        self._how[True].set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
 
-    def write(self, name: str, boxes: Sequence[Any], data: np.ndarray) -> None:
-        """Write ``data``, the bytes of ``boxes`` in row-major order; a rank with no boxes takes part with nothing."""
+    def write(self, name: str, boxes: Sequence[Any], data: np.ndarray, together: bool) -> None:
+        """Write ``data``, the bytes of ``boxes`` in row-major order.
+
+        With ``together`` all ranks call it, one with no boxes too, and MPI-IO gathers what they have into long writes.
+        """
         dataset = h5d.open(self._file.id, name.encode())
         space = dataset.get_space()
         count = sum(box.size for box in boxes)
@@ -169,7 +176,11 @@ class Shared:
             memory.select_none()
         # The same type on both sides: HDF5 moves the bytes as they are, and never converts.
         kind = dataset.get_type()
-        dataset.write(memory, space, data if count else np.zeros(kind.get_size(), np.uint8), kind, self._collective)
+        dataset.write(memory, space, data if count else np.zeros(kind.get_size(), np.uint8), kind, self._how[together])
+
+    def hints(self) -> dict[str, str]:
+        """The hints that MPI-IO was given."""
+        return dict(self._file.id.get_access_plist().get_fapl_mpio()[1])
 
     def close(self) -> None:
         """Close the file."""

@@ -1,13 +1,14 @@
 """Save: the two ways to fill a laid-out file. Whichever is taken, the file's bytes are the same.
 
-``direct``: each rank writes its byte ranges itself, with no MPI call and no HDF5. ``mpio``: all ranks write each
-dataset together through parallel HDF5.
+``direct``: each rank writes its byte ranges itself, with no MPI call and no HDF5. ``mpio``: through parallel HDF5; a
+rank writes a tensor's long runs alone, and all write together the tensors whose runs alternate between ranks.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +19,29 @@ from hpctrain.checkpoint.ranges import flat_bytes, pieces, runs, write_boxes
 from hpctrain.checkpoint.state import Entry, State
 from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
+from hpctrain.config import CheckpointConfig
 from hpctrain.errors import CheckpointError
 from hpctrain.plan.layout import ITEMSIZE, Box
 
 # MPI-IO counts bytes in 32 bits, and some libraries fail before they say so.
 CALL_BYTES = 1 << 30
+FULL = 'free space there, or set checkpoint.writer to "direct", whose errors are told in full'
 
-Writer = Callable[[Path, Sequence[Entry], State, Mapping[str, int], Group, bool], None]
+Writer = Callable[[Path, Sequence[Entry], State, Mapping[str, int], Group, CheckpointConfig], None]
 
 
 def direct(
-    path: Path, entries: Sequence[Entry], state: State, offsets: Mapping[str, int], group: Group, sync: bool
+    path: Path,
+    entries: Sequence[Entry],
+    state: State,
+    offsets: Mapping[str, int],
+    group: Group,
+    config: CheckpointConfig,
 ) -> None:
     """Write this rank's ranges of bytes at the datasets' offsets. Collective; an error of one rank is raised on all."""
 
     def act() -> None:
-        disk.write(path, _pieces(entries, state, offsets), sync)
+        disk.write(path, _pieces(entries, state, offsets), config.sync)
 
     together(group, act, f"writing {path}")
 
@@ -44,16 +52,17 @@ def mpio(
     state: State,
     offsets: Mapping[str, int],
     group: Group,
-    sync: bool,
+    config: CheckpointConfig,
     call_bytes: int = CALL_BYTES,
 ) -> None:
     """Write with parallel HDF5, at most ``call_bytes`` in a call. Collective; an error of one rank is raised on all."""
-    planned = [(entry, tuple(_calls(entry, boxes, call_bytes))) for entry, boxes in write_boxes(entries)]
-    counts = torch.tensor([len(calls) for _, calls in planned], dtype=torch.int64)
+    planned = [Planned(entry, tuple(_calls(entry, boxes, call_bytes))) for entry, boxes in write_boxes(entries)]
+    counts = torch.tensor([len(one.calls) if one.alternates else 0 for one in planned], dtype=torch.int64)
     group.all_reduce(counts, "max")
-    file = together(group, lambda: format.Shared(path, group.comm), f"opening {path}")
-    error = _write_all(file, planned, counts.tolist(), state)
-    together(group, lambda: _end(file, path, error, sync), f"writing {path}")
+    file = together(group, lambda: format.Shared(path, group.comm, config.hints), f"opening {path}")
+    error = _write_alone(file, planned, state)
+    error = _write_together(file, planned, counts.tolist(), state) or error
+    together(group, lambda: _end(file, path, error, config.sync), f"writing {path}")
     together(group, lambda: _check(path, _pieces(entries, state, offsets)), f"checking {path}")
 
 
@@ -70,6 +79,20 @@ def writer(kind: str, group: Group) -> Writer:
             'leave checkpoint.writer "auto", or set it to "direct": the file is the same',
         )
     return WRITERS["direct" if kind == "auto" else kind]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The calls that this rank makes to write its part of a tensor; each has boxes in row-major order."""
+
+    entry: Entry
+    calls: tuple[tuple[Box, ...], ...]
+
+    @property
+    def alternates(self) -> bool:
+        """Whether short runs of several ranks take turns in the file. The same answer on every rank."""
+        mesh = self.entry.mesh
+        return any(cut.dim and mesh.size(*cut.axes) > 1 for cut in self.entry.layout.cuts)
 
 
 def _pieces(entries: Sequence[Entry], state: State, offsets: Mapping[str, int]) -> Iterator[disk.Piece]:
@@ -96,16 +119,26 @@ def _part(box: Box, start: int, limit: int) -> tuple[Box, ...]:
     return box.part(start, min(start + limit, box.size))
 
 
-def _write_all(
-    file: format.Shared, planned: Sequence[tuple[Entry, Sequence[tuple[Box, ...]]]], counts: Sequence[int], state: State
+def _write_alone(file: format.Shared, planned: Sequence[Planned], state: State) -> Exception | None:
+    """Write what lies in long runs: collective buffering would only send it through other ranks, 10 times slower."""
+    try:
+        for one in planned:
+            for boxes in () if one.alternates else one.calls:
+                file.write(one.entry.name, boxes, _gathered(one.entry, boxes, state), together=False)
+    except Exception as error:
+        return error
+
+
+def _write_together(
+    file: format.Shared, planned: Sequence[Planned], counts: Sequence[int], state: State
 ) -> Exception | None:
     """Make as many calls for each tensor as any rank does, also after an error: others wait in the same call."""
     error: Exception | None = None
-    for (entry, calls), count in zip(planned, counts, strict=True):
+    for one, count in zip(planned, counts, strict=True):
         for number in range(count):
-            boxes = calls[number] if number < len(calls) else ()
+            boxes = one.calls[number] if number < len(one.calls) else ()
             try:
-                file.write(entry.name, boxes, _gathered(entry, boxes, state))
+                file.write(one.entry.name, boxes, _gathered(one.entry, boxes, state), together=True)
             except Exception as caught:
                 error = error or caught
     return error
@@ -126,7 +159,7 @@ def _gathered(entry: Entry, boxes: Sequence[Box], state: State) -> np.ndarray:
 def _end(file: format.Shared, path: Path, error: Exception | None, sync: bool) -> None:
     file.close()
     if error:
-        raise error
+        raise CheckpointError(f"writing {path} failed", f"HDF5: {error}", FULL) from error
     if sync:
         sync_file(path)
 
@@ -138,7 +171,7 @@ def _check(path: Path, written: Iterator[disk.Piece]) -> None:
         raise CheckpointError(
             f"{path}: {lacking} bytes were written, and are not in the file",
             "the MPI library said nothing of a failed write; a full disk is the usual cause",
-            'free space there, or set checkpoint.writer to "direct", whose errors are told in full',
+            FULL,
         )
 
 

@@ -84,13 +84,13 @@ def _merged(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, frozenset[str]]]:
     """Each name's layout, and the digests of the catalogs that have it."""
     layouts: dict[str, dict[str, Any]] = {}
-    sides: dict[str, set[str]] = {}
+    sides: dict[str, list[str]] = {}
     for digest, catalog in catalogs.items():
         for name, layout in catalog.items():
             if layouts.setdefault(name, layout) != layout:
-                first = digests.index(next(iter(sides[name])))
+                first = digests.index(sides[name][0])
                 raise _conflict(name, first, layouts[name], digests.index(digest), layout)
-            sides.setdefault(name, set()).add(digest)
+            sides.setdefault(name, []).append(digest)
     return layouts, {name: frozenset(side) for name, side in sides.items()}
 
 

@@ -143,14 +143,15 @@ def test_all_ranks_make_as_many_collective_calls_none_above_the_limit(
 ):
     layouts = {
         "model/odd": Layout((5,), "float32", (Cut(0, ("dp",)),)),
-        "model/large": Layout((100, 301), "float32", (), Flat(("dp",), 0, 3 * 100 * 301)),
+        "model/flat": Layout((100, 301), "float32", (), Flat(("dp",), 0, 3 * 100 * 301)),
         "model/columns": Layout((30, 21), "float64", (Cut(1, ("dp",)),)),
+        "model/few.columns": Layout((400, 3), "float32", (Cut(1, ("dp",)),)),  # none for the last rank
     }
     calls, real = [], format.Shared.write
 
-    def write(self, name, boxes, data):
-        calls.append((name, data.nbytes))
-        real(self, name, boxes, data)
+    def write(self, name, boxes, data, together):
+        calls.append((name, data.nbytes, together))
+        real(self, name, boxes, data, together)
 
     monkeypatch.setattr(format.Shared, "write", write)
     state = states.filled(layouts, mesh(4), four.rank, 1)
@@ -158,12 +159,28 @@ def test_all_ranks_make_as_many_collective_calls_none_above_the_limit(
     entries = agree(state, mesh(4), four)
     slots = [format.Slot(entry.name, entry.layout.shape, entry.layout.dtype, 0) for entry in entries]
     offsets = four.share(format.lay_out(path, slots, 1, {}) if four.leads else None)
-    save.mpio(path, entries, state, offsets, four, False, call_bytes)
-    assert len(set(map(tuple, four.collect([name for name, _ in calls])))) == 1
-    assert max(size for _, size in calls) <= call_bytes
+    save.mpio(path, entries, state, offsets, four, CheckpointConfig(sync=False), call_bytes)
+    collective = [name for name, _, together in calls if together]
+    assert {tuple(names) for names in four.collect(collective)} == {tuple(collective)}
+    assert set(collective) == {"model/columns", "model/few.columns"}
+    assert max(size for _, size, _ in calls) <= call_bytes
     with h5py.File(path, locking=False) as file:
         found = {name: states.bits(torch.from_numpy(file[name][...])) for name in layouts}
     assert found == {name: states.bits(states.whole(layout, 1)) for name, layout in layouts.items()}
+
+
+@pytest.mark.skipif(not format.parallel(), reason="h5py is serial")
+def test_hints_reach_mpi_io(folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch):
+    given, real = [], format.Shared.close
+
+    def close(self: format.Shared) -> None:
+        given.append(self.hints())
+        real(self)
+
+    monkeypatch.setattr(format.Shared, "close", close)
+    put(folder, four, MIXED, writer="mpio", hints={"cb_nodes": 2, "romio_cb_write": "enable"})
+    assert given[0].items() >= {"cb_nodes": "2", "romio_cb_write": "enable"}.items()
+    assert taken(folder, four, MIXED) == (1, [])
 
 
 def test_only_rank_0_looks_at_the_folder_so_a_stale_view_hurts_nobody(
@@ -247,10 +264,11 @@ def small_disk(folder: Path, four: Group) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("dim", [0, 1])
 def test_a_disk_that_fills_in_mid_save_leaves_the_last_checkpoint_whole(
-    small_disk: Path, four: Group, monkeypatch: pytest.MonkeyPatch, writer: str
+    small_disk: Path, four: Group, monkeypatch: pytest.MonkeyPatch, writer: str, dim: int
 ):
-    layouts = {"model/a": Layout((4, 1_200_000), "float32", (Cut(0, ("dp",)),))}  # 19 MB
+    layouts = {"model/a": Layout((600, 8000), "float32", (Cut(dim, ("dp",)),))}  # 19 MB
     put(small_disk, four, layouts, 1, writer=writer)
 
     def fill(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import re
 import tempfile
 from collections.abc import Callable
@@ -167,6 +168,19 @@ def test_stages_with_other_names_and_one_with_none_make_one_file(tmp_path: Path)
         assert list(file["model"]) == [f"blocks.{number}.weight" for number in range(3)]
         assert [dataset.shape for dataset in file["model"].values()] == [(3, 5), (3, 5), (4, 5)]
         assert all((dataset[...].ravel() == range(dataset.size)).all() for dataset in file["model"].values())
+
+
+def test_the_order_in_which_ranks_name_their_tensors_is_no_matter(tmp_path: Path):
+    mesh = Mesh((("dp", 4),))
+    layouts = flat_over(UNEVEN, "dp") | {f"model/{number}": Layout((number, 3), "float32") for number in range(30)}
+
+    def act(point: Checkpoint, rank: int) -> Path:
+        names = random.Random(rank).sample(sorted(layouts), len(layouts))
+        return point.save(1, states.filled({name: layouts[name] for name in names}, mesh, rank, 1), {})
+
+    shuffled = _each(tmp_path / "shuffled", mesh, act)[0]
+    assert shuffled.read_bytes() == save(tmp_path / "sorted", dict(sorted(layouts.items())), mesh).read_bytes()
+    assert resume(tmp_path / "shuffled", layouts, Mesh((("dp", 2),))) == 1
 
 
 def test_tensors_that_are_not_contiguous_come_back(tmp_path: Path):
