@@ -18,8 +18,9 @@ from threading import get_ident
 
 from hpctrain.comm import futex
 from hpctrain.comm.operation import Ledger
-from hpctrain.comm.patience import SPIN_SECONDS, give_core_away
+from hpctrain.comm.patience import give_core_away
 
+SPIN_SECONDS = 50e-6  # a rank that is about to come costs less to poll for than to sleep for
 YIELDS = 2
 FIRST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 1e-3, 50e-3
 NUMBER_BYTES = 8

@@ -10,12 +10,11 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.group import Group, Handle, Op
+from hpctrain.comm.mail import Mail, check_place
 from hpctrain.comm.operation import Ledger, Operation
-from hpctrain.comm.reduce import Reducer
 from hpctrain.comm.transport import open_transport
-from hpctrain.comm.wire import Wire
 from hpctrain.comm.worker import Worker
-from hpctrain.errors import CommError, LateError, ShapeError
+from hpctrain.errors import CommError, LateError
 
 
 class MpiGroup(Group):
@@ -37,7 +36,7 @@ class MpiGroup(Group):
         self.comm = comm  # for others that talk by MPI among the same ranks, as parallel HDF5 does
         self._ledger = Ledger(name, self.ranks, timeout_seconds)
         self._worker = Worker(name, threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-        self._mail = Wire(comm.Dup(), self._ledger, Reducer())
+        self._mail = Mail(comm, Ledger(name, self.ranks, timeout_seconds))
         self._transport = open_transport(comm, self._ledger, node_key)
         self._failed: Exception | None = None
 
@@ -55,7 +54,7 @@ class MpiGroup(Group):
         self._worker.close()
         if self._failed is None and not MPI.Is_finalized():
             self._transport.free()
-            self._mail.comm.Free()
+            self._mail.free()
 
     def _memory(self, operation: Operation, shared: bool) -> Tensor | None:
         found: list[Tensor | None] = []
@@ -86,10 +85,10 @@ class MpiGroup(Group):
         return self._do(operation, lambda o: self._transport.broadcast(o, x, source), later, x)
 
     def _send(self, x: Tensor, to: int, tag: int, later: bool) -> Handle:
-        return self._message(partial(self._mail.send, x, to, tag), x, later)
+        return self._mail.send(x, to, tag, later)
 
     def _recv(self, x: Tensor, source: int, tag: int, later: bool) -> Handle:
-        return self._message(partial(self._mail.recv, x, source, tag), x, later)
+        return self._mail.recv(x, source, tag, later)
 
     # ---- doing ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +96,8 @@ class MpiGroup(Group):
         self, operation: Operation, work: Callable[[Operation], None], later: bool, x: Tensor | None = None
     ) -> Handle:
         """Do a collective in its turn, after all ranks have agreed that it is the same one."""
-        _check_place(operation.kind, x)
+        if x is not None:
+            check_place(operation.kind, x)
         return self._worker.do(partial(self._guarded, operation, work), later)
 
     def _guarded(self, operation: Operation, work: Callable[[Operation], None]) -> None:
@@ -112,36 +112,3 @@ class MpiGroup(Group):
         except MPI.Exception as error:
             self._failed = error
             raise CommError(f"MPI could not do {operation} in group {self.name}", str(error)) from error
-
-    def _message(self, start: Callable[[], list[MPI.Request]], x: Tensor, later: bool) -> Handle:
-        """Messages start at once, past the queue: two ranks that send to each other first must not block."""
-        _check_place("send and recv", x)
-        message = Message(self._mail, start(), x)
-        if not later:
-            message.wait()
-        return message
-
-
-class Message(Handle):
-    """A message under way."""
-
-    def __init__(self, mail: Wire, requests: list[MPI.Request], x: Tensor) -> None:
-        self._mail, self._requests, self._x = mail, requests, x
-
-    def done(self) -> bool:
-        return MPI.Request.Testall(self._requests)
-
-    def wait(self) -> None:
-        self._mail.wait(self._requests, self._x)
-
-
-def _check_place(what: str, x: Tensor | None) -> None:
-    if x is not None and x.device.type != "cpu":
-        raise ShapeError(
-            f"{what}: a tensor on {x.device} cannot travel over MPI",
-            "MPI groups move the host's memory",
-            "bring it to the CPU first, or take comm.backend = nccl",
-        )
-
-
-

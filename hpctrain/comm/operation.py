@@ -12,7 +12,8 @@ import torch
 from hpctrain.errors import CommError, LateError
 
 KINDS = (
-    "barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "buffer", "common",
+    "barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
+    "buffer", "common", "send", "recv",
 )  # fmt: skip
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -57,8 +58,10 @@ class Operation(NamedTuple):
         return cls(KINDS[kind], DTYPES[dtype], elements, OPS[op], root, sizes_hash)
 
     def __str__(self) -> str:
+        if self.kind == "barrier":
+            return self.kind
         name = " ".join(part for part in (self.kind, self.op) if part)
-        root = f" from {self.root}" if self.root >= 0 else ""
+        root = f" {'to' if self.kind == 'send' else 'from'} {self.root}" if self.root >= 0 else ""
         sizes = f" cut by {self.sizes_hash & 0xFFFF:04x}" if self.sizes_hash else ""
         return f"{name} of {self.elements} {str(self.dtype).removeprefix('torch.')}{root}{sizes}"
 
@@ -80,12 +83,12 @@ class Ledger:
         newest = list(self._last)[-count:][::-1]
         return ", ".join(f"#{number} {operation}" for number, operation in newest) or "nothing yet"
 
-    def late(self, missing: Sequence[int], doing: Sequence[str] = ()) -> LateError:
-        """Ranks of the group that did not come to its newest operation; ``doing`` says what was last seen of them."""
+    def late(self, missing: Sequence[int], operation: str | None = None) -> LateError:
+        """Ranks of the group that did not come to ``operation``, its newest one when not given."""
         names = ", ".join(self.named(rank) for rank in missing) or "no single rank (all answer, none goes on)"
         return LateError(
-            f"{names} did not come to {self.last(1)} in group {self.name} within {self.limit_seconds:g} s",
-            "; ".join([*doing, f"the last operations here: {self.last()}"]),
+            f"{names} did not come to {operation or self.last(1)} in group {self.name} within {self.limit_seconds:g} s",
+            f"the last operations here: {self.last()}",
             "look at that rank's log and host; comm.timeout_seconds is the limit",
         )
 

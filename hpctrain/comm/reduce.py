@@ -23,7 +23,10 @@ class Reducer:
         self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def __call__(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
-        """Reduce ``sources`` into ``out``, which may be one of them. bf16 and fp16 add up in fp32, rounded once."""
+        """Reduce ``sources`` into ``out``, which may be one of them. bf16 and fp16 add up in fp32, rounded once.
+
+        ``out`` may be of the wider dtype.
+        """
         if out.numel() <= _step(out.dtype):
             return self.block(out, sources, op)
         for out_block, *blocks in self.blocks([out, *sources]):
@@ -39,7 +42,7 @@ class Reducer:
         """Reduce at most a block."""
         if len(sources) == 1:
             out.copy_(sources[0])
-        elif out.dtype in WIDE and op in ("sum", "mean"):
+        elif sources[0].dtype in WIDE and op in ("sum", "mean"):
             self._wide(out, sources, op)
         else:
             self._plain(out, sources, op)
@@ -55,7 +58,7 @@ class Reducer:
             out.div_(len(sources))
 
     def _wide(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
-        of = partial(self._of, WIDE[out.dtype], numel=out.numel())
+        of = partial(self._of, WIDE[sources[0].dtype], numel=out.numel())
         running, next_one = of(0).copy_(sources[0]), of(1)
         for source in sources[1:]:
             running.add_(next_one.copy_(source))

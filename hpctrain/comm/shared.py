@@ -33,14 +33,20 @@ SIZE_BYTES = 8
 class Shared:
     """The ranks of a node."""
 
-    def __init__(self, desk: Desk, stage: Stage, windows: Windows, window: Window, reducer: Reducer) -> None:
+    def __init__(
+        self, comm: MPI.Comm, desk: Desk, stage: Stage, windows: Windows, window: Window, reducer: Reducer
+    ) -> None:
+        self._comm = comm
         self.desk, self.windows = desk, windows
         self._stage, self._window, self._reduce = stage, window, reducer
         self._rank, self._size = desk.rank, desk.size
 
     @classmethod
     def open(cls, comm: MPI.Comm, members: Sequence[int], ledger: Ledger) -> Shared | None:
-        """The ranks of ``comm``, ``members`` of the ledger's group. Collective; None where memory cannot be shared."""
+        """The ranks of ``comm``, ``members`` of the ledger's group. Collective; None where memory cannot be shared.
+
+        ``comm`` is this object's own from here on, unless it is None.
+        """
         desk_bytes, stage_bytes = Desk.bytes_for(comm.size), Stage.bytes_for(comm.size)
         window = make(comm, desk_bytes + stage_bytes)
         if window is None:
@@ -51,7 +57,7 @@ class Shared:
         desk = Desk(comm, [part[0] for part in parts], window.win.Sync, members, ledger)
         reducer = Reducer()
         stage = Stage([part[1][:stage_bytes] for part in parts], comm.rank, desk.meet, reducer)
-        return cls(desk, stage, Windows(comm), window, reducer)
+        return cls(comm, desk, stage, Windows(comm), window, reducer)
 
     def buffer(self, operation: Operation, shared: bool) -> Tensor | None:
         """A new window for a tensor, one for all where ``shared``; None on all ranks where there is no room."""
@@ -64,6 +70,7 @@ class Shared:
         """Collective."""
         self.windows.free()
         self._window.free()
+        self._comm.Free()
 
     def barrier(self, operation: Operation) -> None:
         self.desk.arrive(operation)

@@ -7,24 +7,28 @@ from collections.abc import Sequence
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.bridge import Bridge
 from hpctrain.comm.group import Op
 from hpctrain.comm.operation import Ledger, Operation
 from hpctrain.comm.reduce import Reducer
 from hpctrain.comm.shared import Shared
 from hpctrain.comm.wire import Wire
 
-Transport = "Shared | Plain"
 
-
-def open_transport(comm: MPI.Comm, ledger: Ledger, node_key: str | None) -> Shared | Plain:
+def open_transport(comm: MPI.Comm, ledger: Ledger, node_key: str | None) -> Shared | Bridge | Plain:
     """The best way for the ranks of ``comm``. Collective; all ranks get the same kind."""
     node = node_of(comm, node_key)
-    if comm.allreduce(node.size, MPI.MIN) == comm.size:
-        shared = Shared.open(node, range(comm.size), ledger)
-        if shared is not None:
-            return shared
+    nodes = sorted({tuple(ranks) for ranks in comm.allgather(node.allgather(comm.rank))})
+    if max(map(len, nodes)) > 1:
+        shared = Shared.open(node, nodes[_index(nodes, comm.rank)], ledger)
+        if comm.allreduce(shared is not None, MPI.LAND):
+            return shared if len(nodes) == 1 else Bridge(comm, shared, nodes, ledger)
     node.Free()
     return Plain(Wire(comm.Dup(), ledger, Reducer()))
+
+
+def _index(nodes: list[tuple[int, ...]], rank: int) -> int:
+    return next(index for index, ranks in enumerate(nodes) if rank in ranks)
 
 
 def node_of(comm: MPI.Comm, node_key: str | None) -> MPI.Comm:

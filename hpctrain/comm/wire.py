@@ -7,7 +7,7 @@ counts in 32 bits with many libraries: a message is cut into pieces of at most 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -121,19 +121,41 @@ class Wire:
     # ---- waiting -------------------------------------------------------------------------------------------------
 
     def wait(self, requests: list[MPI.Request], keep: Any = None) -> None:
-        """Return when all are done; LateError names the ranks that do not answer when the limit has passed."""
-        patience = Patience(self.ledger.limit_seconds)
-        while not MPI.Request.Testall(requests):
-            if patience.pause():
-                self._heed(patience)
-                continue
-            self._stuck.append((requests, keep))
-            raise self.ledger.late([self.members[rank] for rank in self._silent()])
+        """Return when all are done. LateError, which says who was late: this rank, or those that are silent.
 
-    def _heed(self, patience: Patience) -> None:
-        """Raise when another rank has already given up: it sent the word that ``_silent`` sends."""
-        if patience.sleeps and self.comm.Iprobe(MPI.ANY_SOURCE, ROLL_TAG, status := MPI.Status()):
-            raise self.ledger.given_up(self.members[status.source])
+        ``keep`` is held where MPI may go on writing to it after an error.
+        """
+        if MPI.Request.Testall(requests):
+            return
+        gave_up_before = self._gave_up()
+        if gave_up_before is None and self.ends(requests, lambda: self._gave_up() is None):
+            return
+        self.keep(requests, keep)
+        if gave_up_before is not None:
+            raise self.ledger.given_up(self.members[gave_up_before])
+        raise self.ledger.late([self.members[rank] for rank in self._silent()])
+
+    def ends(
+        self,
+        requests: list[MPI.Request],
+        goes_on: Callable[[], bool] = lambda: True,
+        statuses: list[MPI.Status] | None = None,
+    ) -> bool:
+        """Wait until all are done, while ``goes_on`` and within the limit; whether it came to that."""
+        patience = Patience(self.ledger.limit_seconds)
+        while not MPI.Request.Testall(requests, statuses):
+            if not (patience.pause() and goes_on()):
+                return False
+        return True
+
+    def keep(self, requests: list[MPI.Request], memory: Any) -> None:
+        """Hold what a request that will never end may still write to."""
+        self._stuck.append((requests, memory))
+
+    def _gave_up(self) -> int | None:
+        """A rank whose patience has ended: it sent the word that ``_silent`` sends."""
+        heard = self.comm.Iprobe(MPI.ANY_SOURCE, ROLL_TAG, status := MPI.Status())
+        return status.source if heard else None
 
     def _silent(self) -> list[int]:
         """The ranks that do not say within a moment that they too have waited too long."""

@@ -11,6 +11,8 @@ from tests.contract.group import GroupContract
 
 
 class TestSoloGroup(GroupContract):
+    sizes = (1,)
+
     @pytest.fixture(scope="class")
     @classmethod
     def group(cls):
