@@ -77,8 +77,20 @@ class World:
         ``start_seconds`` end the job.
         """
         config = config or CommConfig()
-        launch = launcher.launch(os.environ)
         GUARD.arm(None, config.timeout_seconds)
+        try:
+            world = cls._join(config)
+        except Exception as error:
+            GUARD.leave(error)
+            raise
+        world._guarded = True
+        if world.leads:
+            sys.stderr.write("".join(f"hpctrain: warning: {warning}\n" for warning in world.warnings))
+        return world
+
+    @classmethod
+    def _join(cls, config: CommConfig) -> World:
+        launch = launcher.launch(os.environ)
         mpi = start_mpi(launch, config.start_seconds)
         comm = None
         if mpi is not None:
@@ -87,11 +99,7 @@ class World:
             _together(mpi.COMM_WORLD, config)
             comm, private = _communicators()
             GUARD.arm(private, config.timeout_seconds)
-        world = cls._meet(comm, launch, config)
-        world._guarded = True
-        if world.leads:
-            sys.stderr.write("".join(f"hpctrain: warning: {warning}\n" for warning in world.warnings))
-        return world
+        return cls._meet(comm, launch, config)
 
     @classmethod
     def of(cls, comm: MPI.Comm, config: CommConfig | None = None, host: str | None = None) -> World:

@@ -229,6 +229,24 @@ def test_one_ranks_failure_ends_the_job_with_its_cause(launch, script, mpi: str,
     assert "cleaned up inside 2" in done.stdout and "cleaned up outside" in done.stdout
 
 
+# Runs the words that follow it, and gives one rank something that it cannot read.
+SPOIL = """
+[ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 2 ] && export SLURM_JOB_ID=1 SLURM_TASKS_PER_NODE=several
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("command", ["module", "console"])
+def test_one_ranks_failure_in_a_command_ends_the_job_with_its_cause(
+    launch, tmp_path: Path, mpi: str, command: str
+) -> None:
+    words = {"module": ("python", "-m", "hpctrain"), "console": ("python", _console(tmp_path))}[command]
+    done = launch(4, "sh", "-c", SPOIL, "sh", *words, "doctor", mpi=mpi, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert f"rank 2 on {os.uname().nodename}: hpctrain.errors.LaunchError: 'several' is not a list" in done.stderr
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 def test_an_error_in_a_thread_ends_the_job_too(launch, script, mpi: str) -> None:
     how = "t = threading.Thread(target=lambda: 1 / 0); t.start(); time.sleep(120)"
