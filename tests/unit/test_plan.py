@@ -1,0 +1,109 @@
+"""The plan: every decision as one value, and what is refused before a rank is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.config import Config, parse
+from hpctrain.errors import ConfigError, PlanError
+from hpctrain.plan.layout import Layout
+from hpctrain.plan.mesh import Mesh
+from hpctrain.plan.plan import Plan, decide, lay
+from hpctrain.plan.topology import Topology
+from hpctrain.plan.weights import weights
+from hpctrain.schedule.action import Schedule, accumulate
+
+TWO_NODES = Topology(("a", "a", "b", "b"))
+
+
+def config(**train: int) -> Config:
+    return parse({"model": {"layers": 2, "width": 16, "heads": 2, "sequence": 8}, "train": train})
+
+
+def plan(ranks: int = 4, **train: int) -> Plan:
+    return decide(config(**train), Topology(("node",) * ranks), 300)
+
+
+def refused(chosen: Config, ranks: int) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        decide(chosen, Topology(("node",) * ranks), 300)
+    return str(caught.value).split("\n  ")
+
+
+def test_the_mesh_is_all_ranks_along_dp() -> None:
+    assert lay(config(), TWO_NODES) == Mesh((("dp", 4),))
+    assert lay(parse({"parallel": {"dp": 4}}), TWO_NODES) == Mesh((("dp", 4),))
+
+
+def test_a_mesh_that_is_not_the_ranks_is_refused() -> None:
+    assert refused(parse({"parallel": {"dp": 3}}), 4) == [
+        "parallel.dp = 3 is not the number of ranks, 4",
+        "the sizes of the mesh's axes multiply to the ranks that were started",
+        'start 3 ranks, or set parallel.dp to 4 or "auto"',
+    ]
+
+
+@pytest.mark.parametrize(("batch", "near"), [(6, "4 or 8"), (3, "4"), (9, "8 or 12")])
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(batch: int, near: str) -> None:
+    assert refused(config(batch=batch), 4) == [
+        f"train.batch = {batch} does not divide over 4 data-parallel ranks",
+        "every rank takes the same number of sequences",
+        f"set train.batch to {near}",
+    ]
+
+
+def test_a_vocabulary_below_the_tokenizers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model.vocabulary = 200 is less than the tokenizer's 300 tokens"):
+        decide(parse({"model": {"vocabulary": 200}}), TWO_NODES, 300)
+
+
+@given(ranks=st.integers(1, 8), share=st.integers(1, 20), microbatch=st.integers(1, 12))
+def test_a_rank_has_as_many_micro_batches_as_its_share_needs(ranks: int, share: int, microbatch: int) -> None:
+    found = plan(ranks, batch=ranks * share, microbatch=microbatch)
+    assert found.schedule == accumulate(-(-share // microbatch))
+
+
+def test_every_weight_has_a_layout_of_its_own_shape() -> None:
+    found = plan()
+    assert found.layouts == {w.name: Layout(w.shape, "float32") for w in weights(found.shape)}
+
+
+@pytest.mark.parametrize(("compute", "dtype", "size"), [("fp32", "float32", 4), ("fp64", "float64", 8)])
+def test_the_bytes_are_those_of_weights_gradients_and_two_running_means(compute: str, dtype: str, size: int) -> None:
+    chosen = config().model_copy(update={"precision": parse({"precision": {"compute": compute}}).precision})
+    found = decide(chosen, TWO_NODES, 300)
+    whole = size * sum(w.size for w in weights(found.shape))
+    assert found.dtype == dtype
+    assert found.bytes == {"weights": whole, "gradients": whole, "optimizer": 2 * whole}
+
+
+def test_every_rank_decides_the_same() -> None:
+    assert decide(config(), TWO_NODES, 300) == decide(config(), TWO_NODES, 300)
+
+
+def test_the_plan_is_shown_in_lines_that_say_what_and_why() -> None:
+    lines = decide(config(batch=8, microbatch=1), TWO_NODES, 300).show().splitlines()
+    assert lines[0] == "ranks     2 nodes x 2 ranks"
+    assert lines[1] == "mesh      dp 4"
+    assert lines[2] == "model     11,520 parameters in float32"
+    assert lines[3] == "a rank    weights 0 MiB, gradients 0 MiB, optimizer 0 MiB"
+    assert lines[4:] == [
+        "because   every rank takes other samples: dp = 4",
+        "because   train.batch = 8 over dp = 4, 1 at once, is 2 micro-batches a rank",
+    ]
+    assert "is 1 micro-batch a rank" in plan(batch=4, microbatch=1).show()
+
+
+def test_the_plan_as_json_is_plain_and_gives_its_parts_back() -> None:
+    found = decide(config(), TWO_NODES, 300)
+    value = json.loads(json.dumps(found.to_json()))
+    assert Mesh.from_json(value["mesh"]) == found.mesh
+    assert Topology.from_json(value["hosts"]) == found.topology
+    assert Schedule.from_json(value["schedule"]) == found.schedule
+    assert value["shape"] == vars(found.shape)
+    assert value["parameters"] == sum(w.size for w in weights(found.shape))
+    assert value["bytes"] == found.bytes and value["reasons"] == list(found.reasons)
