@@ -49,6 +49,8 @@ class RunConfig(Section):
     """A name for logs and for the scheduler's queue."""
     dir: str = "runs/{name}"
     """The folder of the run: log, checkpoints, trace. ``{name}`` stands for the run's name."""
+    stop_signals: tuple[str, ...] = ("TERM", "USR1", "USR2")
+    """Signals at which the run saves and stops, to be started again (exit status 75)."""
     seed: int = 1
     """Initial weights, the order of the data and dropout are pure functions of this number and of the step."""
 

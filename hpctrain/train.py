@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +46,7 @@ def train(config: Config, world: World) -> int:
     save = partial(checkpoint.save, state=job.state, attributes={"plan": plan.to_json(), "config": config.model_dump()})
 
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new
-    with listening(config.run.folder if world.leads else None) as asked, open_log(config, start, world) as log:
+    with listen(config, world) as asked, open_log(config, start, world) as log:
         log.say(plan.show() if start == 0 else f"going on from step {start}")
         stop = False
         for step in range(start, config.train.steps):
@@ -160,6 +162,11 @@ def peak_flops(config: Config, device: torch.device, dtype: torch.dtype) -> floa
     """Peak FLOP/s of one rank, as given or measured."""
     given = config.log.peak_tflops
     return measured_peak_flops(device, dtype) if given == "auto" else given * 1e12
+
+
+def listen(config: Config, world: World) -> AbstractContextManager[Callable[[], bool]]:
+    """Whether somebody asks this run to stop; one rank alone looks for the stop file."""
+    return listening(config.run.folder if world.leads else None, config.run.stop_signals)
 
 
 def open_log(config: Config, start: int, world: World) -> Log:
