@@ -71,8 +71,9 @@ def test_a_stop_file_ends_all_ranks_and_the_script_comes_to_its_end(cluster, tra
     command = " ".join(f'"{word}"' for word in train("train.steps=1000000"))
     job = cluster.sbatch(f'srun --mpi=pmi2 {command}; echo "srun gave $?"', "-N2", "--ntasks-per-node=2")
     limit = time.monotonic() + 180
-    while not steps(tmp_path) and time.monotonic() < limit:
+    while not steps(tmp_path) and cluster.state(job) in ("PENDING", "RUNNING") and time.monotonic() < limit:
         time.sleep(0.1)
+    assert steps(tmp_path), f"{cluster.state(job)}\n{cluster.output(job)}"
     (tmp_path / "runs/tiny/stop").touch()
     done = cluster.wait_for(job, timeout=60)
     last = steps(tmp_path)[-1]
