@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -49,7 +48,7 @@ class RunConfig(Section):
     """A name for logs and for the scheduler's queue."""
     dir: str = "runs/{name}"
     """The folder of the run: log, checkpoints, trace. ``{name}`` stands for the run's name."""
-    stop_signals: tuple[str, ...] = ("TERM", "USR1", "USR2")
+    stop_signals: tuple[str, ...] = Field(("TERM", "USR1", "USR2"), strict=False)
     """Signals at which the run saves and stops, to be started again (exit status 75)."""
     seed: int = 1
     """Initial weights, the order of the data and dropout are pure functions of this number and of the step."""
@@ -256,36 +255,28 @@ def parse(table: dict[str, Any], overrides: tuple[str, ...] = (), source: str = 
 
 def knobs() -> dict[str, str]:
     """Every dotted key with its docstring, in the order of this file; ``[]`` stands for each table of a list."""
-    return {key: " ".join((field.description or "").split()) for key, field in _fields(Config)}
+    return {key: " ".join((field.description or "").split()) for key, field in fields()}
 
 
 def defaults() -> dict[str, Any]:
     """Every dotted key with its default, as plain values; None where it is left out."""
-    found = {key: field.get_default() for key, field in _fields(Config)}
+    found = {key: field.get_default() for key, field in fields()}
     return {key: _plain(value) for key, value in found.items()}
 
 
-def kinds() -> dict[str, str]:
-    """Every dotted key with what its value may be, in words."""
-    return {key: ", ".join((_kind(field.annotation), *_bounds(field))) for key, field in _fields(Config)}
-
-
-KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "left out"}
-BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-
-
-def _fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def fields(model: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """The keys that hold values, with those of tables in lists."""
     for name, field in model.model_fields.items():
-        if _is_section(field.annotation):
-            yield from _fields(field.annotation, f"{prefix}{name}.")
+        if is_section(field.annotation):
+            yield from fields(field.annotation, f"{prefix}{name}.")
             continue
         yield prefix + name, field
-        for part in filter(_is_section, get_args(field.annotation)):
-            yield from _fields(part, f"{prefix}{name}[].")
+        for part in filter(is_section, get_args(field.annotation)):
+            yield from fields(part, f"{prefix}{name}[].")
 
 
-def _is_section(annotation: Any) -> bool:
+def is_section(annotation: Any) -> bool:
+    """Whether this is the type of a table of the configuration."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
@@ -293,22 +284,6 @@ def _plain(value: Any) -> Any:
     if value is PydanticUndefined:
         return None
     return list(value) if isinstance(value, tuple) else value
-
-
-def _kind(annotation: Any) -> str:
-    if annotation in KINDS:
-        return KINDS[annotation]
-    if _is_section(annotation):
-        return "tables"
-    parts = [part for part in get_args(annotation) if part is not Ellipsis]
-    if getattr(annotation, "__origin__", None) is tuple:
-        return f"list of {_kind(parts[0])}"
-    return " or ".join(f'"{part}"' if isinstance(part, str) else _kind(part) for part in parts)
-
-
-def _bounds(field: FieldInfo) -> list[str]:
-    limits = [(BOUNDS[name], getattr(one, name)) for one in field.metadata for name in BOUNDS if hasattr(one, name)]
-    return [f"{words} {number:g}" for words, number in limits]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -388,4 +363,7 @@ def _nearest(key: str) -> str:
     return f"known in {section}: {', '.join(names)}" if names and section else f"known sections: {', '.join(names)}"
 
 
-__all__ = [*(s.__name__ for s in Section.__subclasses__()), "Section", "load", "parse", "knobs", "defaults", "kinds"]
+__all__ = [
+    *(section.__name__ for section in Section.__subclasses__()),
+    *("Section", "load", "parse", "knobs", "defaults", "fields", "is_section"),
+]

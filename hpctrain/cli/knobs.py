@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
 from hpctrain.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 
 def knobs(
@@ -31,13 +35,40 @@ def knobs(
 
 
 def _rows() -> list[dict[str, Any]]:
-    from hpctrain.config import defaults, kinds
+    from hpctrain.config import defaults, fields
     from hpctrain.config import knobs as meanings
 
-    values, words = defaults(), kinds()
+    values, texts = defaults(), meanings()
     return [
-        {"key": key, "value": words[key], "default": values[key], "meaning": text} for key, text in meanings().items()
+        {"key": key, "value": kind(field), "default": values[key], "meaning": texts[key]} for key, field in fields()
     ]
+
+
+KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false", NoneType: "left out"}
+BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+def kind(field: FieldInfo) -> str:
+    """What the value of a key may be, in words."""
+    return ", ".join((_kind(field.annotation), *_bounds(field)))
+
+
+def _kind(annotation: Any) -> str:
+    from hpctrain.config import is_section
+
+    if annotation in KINDS:
+        return KINDS[annotation]
+    if is_section(annotation):
+        return "tables"
+    parts = [part for part in get_args(annotation) if part is not Ellipsis]
+    if get_origin(annotation) in (tuple, dict):
+        return f"{'list' if get_origin(annotation) is tuple else 'table'} of {_kind(parts[-1])}"
+    return " or ".join(f'"{part}"' if isinstance(part, str) else _kind(part) for part in parts)
+
+
+def _bounds(field: FieldInfo) -> list[str]:
+    limits = [(BOUNDS[name], getattr(one, name)) for one in field.metadata for name in BOUNDS if hasattr(one, name)]
+    return [f"{words} {number:g}" for words, number in limits]
 
 
 def _default(row: dict[str, Any]) -> str:

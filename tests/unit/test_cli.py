@@ -188,6 +188,23 @@ def test_knobs_are_listed_as_a_table_and_as_json(run, monkeypatch: pytest.Monkey
     assert {"key", "value", "default", "meaning"} == set(rows[0])
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.steps", "whole number, at least 0"),
+        ("model.family", '"gpt2" or "llama"'),
+        ("model.kv_heads", "whole number or left out, at least 1"),
+        ("data.sources", "list of tables"),
+        ("data.sources[].weight", "number, more than 0"),
+        ("checkpoint.hints", "table of text or whole number"),
+        ("optim.cooldown", "number, more than 0, at most 1"),
+    ],
+)
+def test_what_a_key_may_hold_is_told_in_words(key: str, value: str, run) -> None:
+    rows = {row["key"]: row["value"] for row in json.loads(run("knobs", "--json")[1])}
+    assert rows[key] == value
+
+
 def test_the_page_of_the_configuration_is_what_is_printed(run) -> None:
     assert run("knobs", "--markdown")[1] == (ROOT / "docs/reference/configuration.md").read_text(), (
         "write it anew: hpctrain knobs --markdown > docs/reference/configuration.md"
