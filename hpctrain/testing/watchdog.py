@@ -52,7 +52,7 @@ class Watchdog:
     def __init__(self, comm: MPI.Comm) -> None:
         from mpi4py import MPI
 
-        self.comm = comm
+        self._abort = MPI.COMM_WORLD.Abort  # of a part of the world, some libraries end only this rank
         self.name = f"rank {comm.rank} of {comm.size} on {socket.gethostname()}"
         self.stderr = os.dup(2)  # tests run with the stream captured; what is said here must be seen
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
@@ -91,7 +91,7 @@ class Watchdog:
         else:
             time.sleep(DUMP_SECONDS)
         time.sleep(NODES_SECONDS)
-        self.comm.Abort(1)
+        self._abort(1)
 
     def close(self) -> None:
         """Stop watching and remove the files."""
