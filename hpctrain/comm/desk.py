@@ -21,7 +21,8 @@ from hpctrain.comm.operation import PACKED_BYTES, Ledger, Operation
 from hpctrain.comm.window import LINE_BYTES, Place
 
 _FACTS = struct.Struct("<iiqiqq")
-_SLIP_BYTES = 2 * LINE_BYTES
+_SLIP_BYTES = LINE_BYTES
+_KEPT = 256  # lists of tensors on the desk that are kept for the next message of their size
 HERE, WINDOW, STAGED = range(3)
 SMALL_BYTES, LEAST_BYTES, DESK_BYTES = 64 << 10, 4 << 10, 512 << 10
 
@@ -36,6 +37,7 @@ class Slip(NamedTuple):
 
 
 NOWHERE = Place(-1, 0)
+ON_THE_DESK = Slip(HERE, NOWHERE, NOWHERE, 0)
 
 
 def small_bytes(size: int) -> int:
@@ -67,7 +69,7 @@ class Desk:
         self._slips = [memory[start + side * half : start + (side + 1) * half] for side in range(2)]
         self._payloads = [[self._payload(rank, side) for rank in range(self.size)] for side in range(2)]
         self.addresses = [[payload.data_ptr() for payload in payloads] for payloads in self._payloads]
-        self._typed: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._laid: dict[tuple[int, int, torch.dtype, int], list[Tensor]] = {}
         self.side = 0
         self.meet = self._meeting.meet
 
@@ -76,26 +78,25 @@ class Desk:
         """The memory that each rank gives to a desk of ``size`` ranks; the first one's also holds the slips."""
         return 4096 + 2 * size * _SLIP_BYTES + bytes_for(size) + 2 * small_bytes(size)
 
-    def arrive(
-        self,
-        operation: Operation,
-        way: int = HERE,
-        place: Place = NOWHERE,
-        target: Place = NOWHERE,
-        largest: int = 0,
-    ) -> list[Slip]:
+    def arrive(self, operation: Operation, slip: Slip = ON_THE_DESK) -> list[Slip]:
         """Lay down this rank's slip, meet, and read all of them. CommError on all ranks where operations differ."""
-        slips, mine = self._slips[self.side], operation.packed()
-        at = self.rank * _SLIP_BYTES
-        slips[at : at + PACKED_BYTES] = mine
-        _FACTS.pack_into(slips, at + LINE_BYTES, way, *place, *target, largest)
-        self._meeting.meet()
-        told = bytes(slips)
+        slips = self._slips[self.side]
+        mine = (operation.packed() + _packed(slip)).ljust(_SLIP_BYTES, b"\0")
+        start = self.rank * _SLIP_BYTES
+        slips[start : start + _SLIP_BYTES] = mine
+        self.meet()
+        told = slips.tobytes()
         self.side ^= 1
-        heads = {told[at : at + PACKED_BYTES] for at in range(0, len(told), _SLIP_BYTES)}
-        if len(heads) > 1:
-            raise self._differing(told)
-        return [_slip(told, at + LINE_BYTES) for at in range(0, len(told), _SLIP_BYTES)]
+        if told == mine * self.size:
+            return [slip] * self.size
+        return self._read(told)
+
+    def _read(self, told: bytes) -> list[Slip]:
+        each = [told[at : at + _SLIP_BYTES] for at in range(0, len(told), _SLIP_BYTES)]
+        if len({one[:PACKED_BYTES] for one in each}) > 1:
+            operations = [Operation.unpacked(one[:PACKED_BYTES]) for one in each]
+            raise self._ledger.differing(dict(zip(self._members, operations, strict=True)))
+        return [_unpacked(one[PACKED_BYTES:]) for one in each]
 
     def lay(self, x: Tensor, offset: int = 0) -> None:
         """Put a small message on the desk, before ``arrive``."""
@@ -107,21 +108,31 @@ class Desk:
 
     def laid(self, numel: int, dtype: torch.dtype, start: int = 0) -> list[Tensor]:
         """What each rank laid down, from element ``start`` on, as tensors, after ``arrive``."""
-        key = (self.side ^ 1, dtype)
-        if key not in self._typed:
-            self._typed[key] = [payload.view(dtype) for payload in self._payloads[key[0]]]
-        return [typed[start : start + numel] for typed in self._typed[key]]
+        key = (self.side, numel, dtype, start)
+        if key not in self._laid:
+            if len(self._laid) >= _KEPT:
+                self._laid.clear()
+            payloads = self._payloads[self.side ^ 1]
+            self._laid[key] = [payload.view(dtype)[start : start + numel] for payload in payloads]
+        return self._laid[key]
 
     def _payload(self, rank: int, side: int) -> Tensor:
         stretch = self._stretches[rank]
         end = stretch.numel() - side * self.small_bytes
         return stretch[end - self.small_bytes : end]
 
-    def _differing(self, told: bytes) -> Exception:
-        operations = [Operation.unpacked(told[at : at + PACKED_BYTES]) for at in range(0, len(told), _SLIP_BYTES)]
-        return self._ledger.differing(dict(zip(self._members, operations, strict=True)))
+
+def _packed(slip: Slip) -> bytes:
+    if slip is ON_THE_DESK:
+        return _PACKED_ON_THE_DESK
+    way, place, target, largest = slip
+    return _FACTS.pack(way, *place, *target, largest)
 
 
-def _slip(told: bytes, at: int) -> Slip:
-    way, window, offset, target, target_offset, largest = _FACTS.unpack_from(told, at)
+def _unpacked(facts: bytes) -> Slip:
+    way, window, offset, target, target_offset, largest = _FACTS.unpack_from(facts)
     return Slip(way, Place(window, offset), Place(target, target_offset), largest)
+
+
+_PACKED_ON_THE_DESK = _FACTS.pack(HERE, *NOWHERE, *NOWHERE, 0)
+assert PACKED_BYTES + _FACTS.size <= _SLIP_BYTES

@@ -82,14 +82,14 @@ class Group(ABC):
     def all_reduce(self, x: Tensor, op: Op = "sum", *, later: bool = False) -> Handle:
         """Reduce ``x`` over all ranks, in place; every rank gets bit for bit the same result."""
         _check_op(op, x.dtype)
-        whole = x.detach().contiguous()
-        return self._placed(self._all_reduce(whole.view(-1), op, later), x, whole, later)
+        whole = _flat(x)
+        return self._placed(self._all_reduce(whole, op, later), x, whole, later)
 
     def all_gather(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None, later: bool = False) -> Handle:
         """Join every rank's ``x`` in ``out``, in rank order; ``sizes`` gives each piece's elements where unequal."""
         sizes = self._sizes(sizes, out, x, "all_gather")
         whole = _room(out)
-        handle = self._all_gather(whole.view(-1), _flat(x), sizes, later)
+        handle = self._all_gather(whole, _flat(x), sizes, later)
         return self._placed(handle, out, whole, later)
 
     def reduce_scatter(
@@ -102,7 +102,7 @@ class Group(ABC):
         _check_op(op, x.dtype)
         sizes = self._sizes(sizes, x, out, "reduce_scatter")
         whole = _room(out)
-        handle = self._reduce_scatter(whole.view(-1), _flat(x), op, sizes, later)
+        handle = self._reduce_scatter(whole, _flat(x), op, sizes, later)
         return self._placed(handle, out, whole, later)
 
     def all_to_all(
@@ -122,14 +122,14 @@ class Group(ABC):
         out_sizes = self._split(out_sizes, out, "all_to_all: out_sizes")
         _check_same(out, x, "all_to_all")
         whole = _room(out)
-        handle = self._all_to_all(whole.view(-1), _flat(x), out_sizes, sizes, later)
+        handle = self._all_to_all(whole, _flat(x), out_sizes, sizes, later)
         return self._placed(handle, out, whole, later)
 
     def broadcast(self, x: Tensor, source: int = 0, *, later: bool = False) -> Handle:
         """Give every rank the ``x`` of rank ``source``, in place."""
         self._check_peer(source, "source")
-        whole = x.detach().contiguous()
-        return self._placed(self._broadcast(whole.view(-1), source, later), x, whole, later)
+        whole = _flat(x)
+        return self._placed(self._broadcast(whole, source, later), x, whole, later)
 
     def send(self, x: Tensor, to: int, *, tag: int = 0, later: bool = False) -> Handle:
         """Send ``x`` to one rank, which calls ``recv`` with as many elements."""
@@ -140,7 +140,7 @@ class Group(ABC):
         """Take what rank ``source`` sends into ``x``."""
         self._check_peer(source, "source")
         whole = _room(x)
-        return self._placed(self._recv(whole.view(-1), source, tag, later), x, whole, later)
+        return self._placed(self._recv(whole, source, tag, later), x, whole, later)
 
     @abstractmethod
     def barrier(self) -> None:
@@ -218,7 +218,7 @@ class Group(ABC):
         """Bring a result that was made in ``whole`` to ``target``, where they are not the same memory."""
         if whole is target or whole.data_ptr() == target.data_ptr():
             return handle
-        placed = Then(handle, lambda: target.detach().copy_(whole))
+        placed = Then(handle, lambda: target.detach().copy_(whole.view(target.shape)))
         if not later:
             placed.wait()
         return placed
@@ -300,13 +300,17 @@ def _copied(out: Tensor, x: Tensor) -> Handle:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The elements of ``x`` in one run; ``x`` itself where it is one already. Gradients are no matter of a transport."""
-    return x.detach().contiguous().view(-1)
+    """The elements of ``x`` in one run, ``x`` itself where it is one; gradients are no matter of a transport."""
+    if x.requires_grad:
+        x = x.detach()
+    if not x.is_contiguous():
+        x = x.contiguous()
+    return x if x.dim() == 1 else x.view(-1)
 
 
 def _room(x: Tensor) -> Tensor:
     """One run of memory for a result: that of ``x`` where it is one already."""
-    return x.detach() if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _flat(x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
 def _check_same(a: Tensor, b: Tensor, what: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.group import Group, Handle, Op
+from hpctrain.comm.group import DONE, Group, Handle, Op
 from hpctrain.comm.mail import Mail, check_place
 from hpctrain.comm.operation import Ledger, Operation
 from hpctrain.comm.transport import open_transport
@@ -41,7 +42,7 @@ class MpiGroup(Group):
         self._failed: Exception | None = None
 
     def barrier(self) -> None:
-        self._do(Operation("barrier"), self._transport.barrier, False)
+        self._do(Operation("barrier"), self._transport.barrier)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         memory = self._memory(Operation("buffer", dtype, numel), False)
@@ -58,31 +59,30 @@ class MpiGroup(Group):
 
     def _memory(self, operation: Operation, shared: bool) -> Tensor | None:
         found: list[Tensor | None] = []
-        self._do(operation, lambda operation: found.append(self._transport.buffer(operation, shared)), False)
+        self._do(operation, lambda same: found.append(self._transport.buffer(same, shared)))
         return found[0]
 
     # ---- what Group asks for -------------------------------------------------------------------------------------
 
     def _all_reduce(self, x: Tensor, op: Op, later: bool) -> Handle:
-        return self._do(Operation.of("all_reduce", x, op), lambda o: self._transport.all_reduce(o, x, op), later, x)
+        return self._do(Operation.of("all_reduce", x, op), self._transport.all_reduce, x, op, later=later)
 
     def _all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], later: bool) -> Handle:
         operation = Operation.of("all_gather", out, sizes=sizes)
-        return self._do(operation, lambda o: self._transport.all_gather(o, out, x, sizes), later, x)
+        return self._do(operation, self._transport.all_gather, out, x, sizes, later=later)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: Op, sizes: Sequence[int], later: bool) -> Handle:
         operation = Operation.of("reduce_scatter", x, op, sizes=sizes)
-        return self._do(operation, lambda o: self._transport.reduce_scatter(o, out, x, op, sizes), later, x)
+        return self._do(operation, self._transport.reduce_scatter, out, x, op, sizes, later=later)
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], later: bool
     ) -> Handle:
         operation = Operation.of("all_to_all", x, elements=0)  # sizes differ from rank to rank
-        return self._do(operation, lambda o: self._transport.all_to_all(o, out, x, out_sizes, sizes), later, x)
+        return self._do(operation, self._transport.all_to_all, out, x, out_sizes, sizes, later=later)
 
     def _broadcast(self, x: Tensor, source: int, later: bool) -> Handle:
-        operation = Operation.of("broadcast", x, root=source)
-        return self._do(operation, lambda o: self._transport.broadcast(o, x, source), later, x)
+        return self._do(Operation.of("broadcast", x, root=source), self._transport.broadcast, x, source, later=later)
 
     def _send(self, x: Tensor, to: int, tag: int, later: bool) -> Handle:
         return self._mail.send(x, to, tag, later)
@@ -92,20 +92,21 @@ class MpiGroup(Group):
 
     # ---- doing ---------------------------------------------------------------------------------------------------
 
-    def _do(
-        self, operation: Operation, work: Callable[[Operation], None], later: bool, x: Tensor | None = None
-    ) -> Handle:
-        """Do a collective in its turn, after all ranks have agreed that it is the same one."""
-        if x is not None:
-            check_place(operation.kind, x)
-        return self._worker.do(partial(self._guarded, operation, work), later)
+    def _do(self, operation: Operation, work: Callable[..., None], *tensors: Any, later: bool = False) -> Handle:
+        """Do a collective in its turn; the transport sees to it that all ranks come with the same one."""
+        if tensors and not tensors[0].is_cpu:
+            check_place(operation.kind, tensors[0])
+        if not later and self._worker.idle:
+            self._guarded(operation, work, tensors)
+            return DONE
+        return self._worker.do(partial(self._guarded, operation, work, tensors), later)
 
-    def _guarded(self, operation: Operation, work: Callable[[Operation], None]) -> None:
+    def _guarded(self, operation: Operation, work: Callable[..., None], tensors: Sequence[Any]) -> None:
         if self._failed is not None:
             raise CommError(f"group {self.name} has failed before and cannot do {operation}", str(self._failed))
         self._ledger.add(operation)
         try:
-            work(operation)
+            work(operation, *tensors)
         except LateError as error:
             self._failed = error
             raise

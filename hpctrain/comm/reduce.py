@@ -49,11 +49,12 @@ class Reducer:
 
     def _plain(self, out: Tensor, sources: Sequence[Tensor], op: Op) -> None:
         combine = COMBINE[op]
-        running = sources[0]
-        scratch = self._of(out.dtype, 0, out.numel()) if len(sources) > 2 else out
+        running, room = sources[0], out
+        if out.data_ptr() in [source.data_ptr() for source in sources[2:]]:
+            room = self._of(out.dtype, 0, out.numel())  # what is still to be read must not be written over
         for source in sources[1:-1]:
-            running = combine(running, source, out=scratch)
-        combine(running, sources[-1], out=out)  # only the last step writes to out: it may be one of the sources
+            running = combine(running, source, out=room)
+        combine(running, sources[-1], out=out)
         if op == "mean":
             out.div_(len(sources))
 

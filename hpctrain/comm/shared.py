@@ -18,7 +18,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.desk import HERE, NOWHERE, STAGED, WINDOW, Desk, Slip
+from hpctrain.comm.desk import HERE, NOWHERE, ON_THE_DESK, STAGED, WINDOW, Desk, Slip
 from hpctrain.comm.group import Op
 from hpctrain.comm.operation import Ledger, Operation
 from hpctrain.comm.reduce import Reducer, cut, starts
@@ -114,7 +114,11 @@ class Shared:
         pieces = out.split(list(sizes))
         if overlap(out, x) and x.data_ptr() != pieces[self._rank].data_ptr():
             x = x.clone()
-        slips = self._arrive(operation, x, self._common_place(out))
+        small = x.numel() * x.itemsize <= self.desk.small_bytes
+        if small:
+            self.desk.lay(x)
+        slip, target = self._slip(x, small), self._common_place(out)
+        slips = self.desk.arrive(operation, slip if target is NOWHERE else slip._replace(target=target))
         if slips[0].target != NOWHERE and all(slip.target == slips[0].target for slip in slips):
             _move(pieces[self._rank], x)  # one memory for all: each brings its piece
             self.desk.meet()
@@ -145,8 +149,7 @@ class Shared:
         self.desk.lay(plan)
         if small:
             self.desk.lay(x, head)
-        place = None if small else self.windows.find(x)
-        slips = self.desk.arrive(operation, _way(small, place), place or NOWHERE, largest=max(sizes))
+        slips = self.desk.arrive(operation, self._slip(x, small)._replace(largest=max(sizes)))
         plans = [laid.tolist() for laid in self.desk.laid(2 * self._size, torch.int64)]
         self._check_plans(operation, plans)
         if any(slip.way == STAGED for slip in slips):
@@ -175,13 +178,18 @@ class Shared:
 
     # ---- where data lie ------------------------------------------------------------------------------------------
 
-    def _arrive(self, operation: Operation, x: Tensor, target: Place = NOWHERE, needed: bool = True) -> list[Slip]:
+    def _arrive(self, operation: Operation, x: Tensor, needed: bool = True) -> list[Slip]:
         """Say where the source ``x`` is; a small one is put on the desk. Not ``needed``: this rank brings nothing."""
         small = x.numel() * x.itemsize <= self.desk.small_bytes
         if small and needed:
             self.desk.lay(x)
-        place = None if small else self.windows.find(x)
-        return self.desk.arrive(operation, _way(small, place), place or NOWHERE, target)
+        return self.desk.arrive(operation, self._slip(x, small))
+
+    def _slip(self, x: Tensor, small: bool) -> Slip:
+        if small:
+            return ON_THE_DESK
+        place = self.windows.find(x)
+        return Slip(STAGED, NOWHERE, NOWHERE, 0) if place is None else Slip(WINDOW, place, NOWHERE, 0)
 
     def _common_place(self, out: Tensor) -> Place:
         place = self.windows.find(out)
@@ -199,10 +207,6 @@ class Shared:
                         f"which takes {taken[self._size + source]}",
                         "sizes of the one are out_sizes of the other",
                     )
-
-
-def _way(small: bool, place: Place | None) -> int:
-    return HERE if small else STAGED if place is None else WINDOW
 
 
 def _all_in_windows(slips: list[Slip]) -> bool:
