@@ -62,7 +62,7 @@ class Plan:
 
 
 def lay(config: Config, topology: Topology) -> Mesh:
-    """The mesh of a run: today all ranks along one axis, dp."""
+    """The mesh of a run: today all ranks along one axis, dp. Refuses a batch that does not divide over it."""
     ranks = len(topology.hosts)
     dp = ranks if config.parallel.dp == "auto" else config.parallel.dp
     if dp != ranks:
@@ -71,6 +71,7 @@ def lay(config: Config, topology: Topology) -> Mesh:
             "the sizes of the mesh's axes multiply to the ranks that were started",
             f'start {dp} ranks, or set parallel.dp to {ranks} or "auto"',
         )
+    _microbatches(config, dp)
     return Mesh((("dp", dp),))
 
 
