@@ -190,7 +190,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """How many of the newest checkpoints stay."""
     writer: Literal["auto", "mpio", "direct"] = "auto"
-    """``mpio``: collective writes of parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
+    """``mpio``: writes through parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
     ``auto`` takes ``direct``, which needs no parallel HDF5."""
     sync: bool = True
     """Whether a save ends only when the disk has the bytes (fsync)."""
