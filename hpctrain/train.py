@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from hpctrain.comm.groups import Groups
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
-from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, HpctrainError
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
@@ -98,7 +99,7 @@ class Job:
         loss, tokens = self.runner.run(microbatches, step)
         with self.meter.phase("optimizer"):
             gradients = [flat.gradient for flat in self.data_parallel.flats()]
-            norm = global_norm(gradients)
+            norm = finite(global_norm(gradients), loss, step + 1)
             scale_(gradients, norm, optim.clip)
             now = rate(optim, step, self.config.train.steps)
             self.optimizer.update(now, step)
@@ -125,6 +126,17 @@ class Job:
         count = min(self.config.train.validate_batches, batches.validation_batches)
         parts = [m for index in range(count) for m in batches.validation(index, group.rank, group.size)]
         return {"validation_loss": self.runner.evaluate([m.to(self.meter.device) for m in parts])}
+
+
+def finite(norm: float, loss: float, step: int) -> float:
+    """The norm of a step's gradients, where an update by them makes sense; the same on all ranks."""
+    if math.isfinite(norm):
+        return norm
+    raise HpctrainError(
+        f"the gradient of step {step} has the norm {norm}, at a loss of {loss:.4g}",
+        "an update would have destroyed the weights; none was made, and the last checkpoint is whole",
+        "lower optim.rate, raise optim.warmup, or look at what data the step met",
+    )
 
 
 def set_up_device(world: World) -> torch.device:
