@@ -1,72 +1,9 @@
-"""Errors that all ranks meet together: what fails on one rank is raised on every one, and none is left waiting."""
+"""What all ranks meet together while they save or load: an error of one is a CheckpointError of all."""
 
-from __future__ import annotations
+from functools import partial
 
-import errno
-import os
-from collections.abc import Callable
-from typing import Any
+from hpctrain.comm import together as comm
+from hpctrain.errors import CheckpointError
 
-from hpctrain import errors
-from hpctrain.comm.group import Group
-from hpctrain.errors import CheckpointError, HpctrainError
-
-MENDS = {
-    "ENOSPC": "free space there, or give another folder (run.dir)",
-    "EDQUOT": "your quota is used up there: free space, or give another folder (run.dir)",
-    "ENOLCK": "the file system has no lock service: mount it with locks, or set checkpoint.writer to direct",
-}
-
-
-def led(group: Group, act: Callable[[], Any], doing: str) -> Any:
-    """Do ``act`` on the leading rank, and give its JSON-able value to all; its error is raised on all. Collective.
-
-    ``doing`` says what was done when it failed, for the message.
-    """
-    value, error = _tried(act) if group.leads else (None, None)
-    told = group.share({"value": value, "error": error and _told(error, doing)})
-    if told["error"]:
-        raise _made(told["error"]) from error
-    return told["value"]
-
-
-def together(group: Group, act: Callable[[], Any], doing: str) -> Any:
-    """Do ``act`` on every rank and give its value; the first rank's error is raised on all. Collective.
-
-    ``doing`` says what was done when it failed, for the message.
-    """
-    value, error = _tried(act)
-    told = group.collect(error and _told(error, doing))
-    failed = [rank for rank, one in enumerate(told) if one]
-    if failed:
-        raise _of_rank(failed, told[failed[0]], group.size) from error
-    return value
-
-
-def _tried(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return act(), None
-    except Exception as error:
-        return None, error
-
-
-def _told(error: Exception, doing: str) -> dict[str, str]:
-    if isinstance(error, HpctrainError):
-        return {"kind": type(error).__name__, "what": error.what, "why": error.why, "mend": error.mend}
-    mend = MENDS.get(errno.errorcode.get(getattr(error, "errno", None) or 0, ""), "")
-    return {"kind": CheckpointError.__name__, "what": f"{doing} failed", "why": _cause(error), "mend": mend}
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _made(told: dict[str, str]) -> HpctrainError:
-    return getattr(errors, told["kind"])(told["what"], told["why"], told["mend"])
-
-
-def _of_rank(failed: list[int], told: dict[str, str], size: int) -> HpctrainError:
-    others = f" and {len(failed) - 1} more of {size}" if len(failed) > 1 else ""
-    return _made(told | {"what": f"rank {failed[0]}{others}: {told['what']}"})
+led = partial(comm.led, kind=CheckpointError)
+together = partial(comm.together, kind=CheckpointError)
