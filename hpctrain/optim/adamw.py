@@ -7,37 +7,13 @@ any interval. Its only state beside the two running means is the step, which the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from hpctrain.config import OptimConfig
-from hpctrain.errors import ShapeError
-
-
-@dataclass(frozen=True)
-class Flat:
-    """Parameters in one flat tensor, and their gradients at the same places of another; both stay where they are."""
-
-    parameter: Tensor
-    gradient: Tensor
-    decay: bool  # whether weight decay applies
-
-    def __post_init__(self) -> None:
-        for tensor in (self.parameter, self.gradient):
-            if tensor.dim() != 1 or not tensor.is_contiguous():
-                raise ShapeError(
-                    f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not flat",
-                    "the optimizer walks through memory, whatever the strides say",
-                    "give one dim without gaps: a view of a flat buffer",
-                )
-        if self.parameter.shape != self.gradient.shape or self.parameter.dtype != self.gradient.dtype:
-            raise ShapeError(
-                f"{self.parameter.numel()} parameters in {self.parameter.dtype} do not go with "
-                f"{self.gradient.numel()} gradients in {self.gradient.dtype}"
-            )
+from hpctrain.optim.flat import Flat
 
 
 class AdamW:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group, Handle
-from hpctrain.optim.adamw import Flat
+from hpctrain.optim.flat import Flat
 
 
 @dataclass(frozen=True)

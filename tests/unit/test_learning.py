@@ -10,8 +10,9 @@ import torch
 from hpctrain.config import Config, parse
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
-from hpctrain.optim.adamw import AdamW, Flat
+from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import global_norm, scale_
+from hpctrain.optim.flat import Flat
 from hpctrain.optim.rate import rate
 from hpctrain.plan.weights import ModelShape
 

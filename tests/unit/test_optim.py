@@ -13,8 +13,9 @@ from hpctrain.comm.group import SoloGroup
 from hpctrain.config import OptimConfig
 from hpctrain.errors import ShapeError
 from hpctrain.optim import adamw
-from hpctrain.optim.adamw import AdamW, Flat
+from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import CHUNK, global_norm, scale_
+from hpctrain.optim.flat import Flat
 
 SHAPES = [(7, 5), (11,), (3, 2, 4), (0, 4), (1,)]
 CONFIG = OptimConfig(beta1=0.8, beta2=0.97, epsilon=1e-6, decay=0.3)

@@ -1,0 +1,54 @@
+"""Flat: what an optimizer updates, parameters end to end in one tensor and their gradients in another.
+
+A rank may own any interval of such a tensor, so a parameter may be there in part. Most optimizers walk through the
+elements and do not ask; those that need whole matrices find in ``pieces`` which part of which parameter they have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from hpctrain.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of one parameter, and where it lies in a flat tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    first: int  # which element of the flattened parameter the piece begins with
+    start: int  # where the piece lies in the flat tensor
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the parameter is here."""
+        return self.stop - self.start == prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Parameters in one flat tensor, and their gradients at the same places of another; both stay where they are."""
+
+    parameter: Tensor
+    gradient: Tensor
+    decay: bool  # whether weight decay applies
+    pieces: tuple[Piece, ...] = ()  # in the order in which they lie, without gaps; none where nobody asks
+
+    def __post_init__(self) -> None:
+        for tensor in (self.parameter, self.gradient):
+            if tensor.dim() != 1 or not tensor.is_contiguous():
+                raise ShapeError(
+                    f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not flat",
+                    "the optimizer walks through memory, whatever the strides say",
+                    "give one dim without gaps: a view of a flat buffer",
+                )
+        if self.parameter.shape != self.gradient.shape or self.parameter.dtype != self.gradient.dtype:
+            raise ShapeError(
+                f"{self.parameter.numel()} parameters in {self.parameter.dtype} do not go with "
+                f"{self.gradient.numel()} gradients in {self.gradient.dtype}"
+            )
