@@ -1,20 +1,12 @@
-"""Every knob of a run, as frozen values with a docstring each.
-
-``load`` reads a TOML file, lays ``--set section.key=value`` over it, and gives a ``Config``; whatever is wrong is
-told as a ``ConfigError`` that names the key, its value and the mend. Nothing here imports torch or MPI.
-"""
+"""The sections of a configuration: every knob of a run, as frozen values with a docstring each."""
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Iterator
-from copy import deepcopy
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -237,22 +229,6 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
 
-def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
-    """Read a TOML file and lay ``section.key=value`` overrides over it, the last one winning."""
-    return parse(_read(Path(path)), overrides, str(path))
-
-
-def parse(table: dict[str, Any], overrides: tuple[str, ...] = (), source: str = "configuration") -> Config:
-    """Make a ``Config`` of a nested table; ``source`` names it in errors."""
-    table = deepcopy(table)
-    for override in overrides:
-        _lay(table, override)
-    try:
-        return Config.model_validate(table)
-    except ValidationError as error:
-        raise _told(error, source) from None
-
-
 def knobs() -> dict[str, str]:
     """Every dotted key with its docstring, in the order of this file; ``[]`` stands for each table of a list."""
     return {key: " ".join((field.description or "").split()) for key, field in fields()}
@@ -284,86 +260,3 @@ def _plain(value: Any) -> Any:
     if value is PydanticUndefined:
         return None
     return list(value) if isinstance(value, tuple) else value
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read", error.strerror or "", "give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML", str(error), "mend that line") from None
-
-
-def _lay(table: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    path = [part.strip() for part in key.split(".")]
-    if not equals or not all(path):
-        raise ConfigError(f"--set {override}: not section.key=value", "", "write e.g. --set train.steps=100")
-    for part in path[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {override}: {part} is a value, not a section", "", "name an existing section")
-    table[path[-1]] = _value(text.strip())
-
-
-def _value(text: str) -> Any:
-    """A TOML value; a bare word is a string, as a shell user expects."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-# What pydantic says of Python's types, in the words of TOML.
-WORDS = {
-    "tuple_type": "it should be a list, in brackets",
-    "string_type": "it should be text, in quotes (in a shell, with quotes around them)",
-    "model_type": "it is a section, not a value",
-    "bool_type": "it should be true or false",
-}
-
-
-def _told(error: ValidationError, source: str) -> ConfigError:
-    """The fault of the first wrong key, as key, value and mend; the number of further wrong keys is said."""
-    faults: dict[str, list[Any]] = {}
-    for fault in error.errors(include_url=False):
-        faults.setdefault(_dotted(fault["loc"]), []).append(fault)
-    key, here = next(iter(faults.items()))
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    meaning = knobs().get(_any(key), "")
-    if here[0]["type"] == "extra_forbidden":
-        return ConfigError(f"{source}: {key} is not a known key{more}", "", _nearest(_any(key)))
-    if here[0]["type"] == "missing":
-        return ConfigError(f"{source}: {key} is missing{more}", "", meaning)
-    why = "; or ".join(WORDS.get(fault["type"], fault["msg"].replace("Input", "it")) for fault in here)
-    return ConfigError(f"{source}: {key} = {here[0]['input']!r} cannot be{more}", why, meaning)
-
-
-def _dotted(place: tuple[str | int, ...]) -> str:
-    """A place in the configuration as ``data.sources[0].path``, without pydantic's names of a union's members."""
-    parts = [part for part in place if part not in ("int", "float", "literal['auto']")]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
-
-
-def _any(key: str) -> str:
-    """The key as ``knobs`` has it: of any table of a list."""
-    return re.sub(r"\[\d+\]", "[]", key)
-
-
-def _nearest(key: str) -> str:
-    """The key that was meant: one of this name, or of a name like it in this section; else what there is."""
-    known = [*knobs(), *Config.model_fields]
-    section, _, name = key.rpartition(".")
-    names = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
-    same = [one for one in known if one.rpartition(".")[2] == name]
-    near = [f"{section}.{one}".lstrip(".") for one in get_close_matches(name, names, n=1)]
-    if best := same or near:
-        return f"did you mean {best[0]}?"
-    return f"known in {section}: {', '.join(names)}" if names and section else f"known sections: {', '.join(names)}"
-
-
-__all__ = [
-    *(section.__name__ for section in Section.__subclasses__()),
-    *("Section", "load", "parse", "knobs", "defaults", "fields", "is_section"),
-]

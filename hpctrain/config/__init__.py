@@ -1,0 +1,50 @@
+"""Every knob of a run, as frozen values with a docstring each.
+
+``load`` reads a TOML file, lays ``--set section.key=value`` over it, and gives a ``Config``; whatever is wrong is
+told as a ``ConfigError`` that names the key, its value and the mend. Nothing here imports torch or MPI.
+"""
+
+from hpctrain.config.read import load, parse
+from hpctrain.config.sections import (
+    Auto,
+    CheckpointConfig,
+    CommConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    Section,
+    SourceConfig,
+    TrainConfig,
+    defaults,
+    fields,
+    is_section,
+    knobs,
+)
+
+__all__ = [
+    "Auto",
+    "CheckpointConfig",
+    "CommConfig",
+    "Config",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "Section",
+    "SourceConfig",
+    "TrainConfig",
+    "defaults",
+    "fields",
+    "is_section",
+    "knobs",
+    "load",
+    "parse",
+]
