@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpctrain.checkpoint.checkpoint import Checkpoint
-from hpctrain.checkpoint.state import Held, State
+from hpctrain.checkpoint.state import Held, State, dtype_name
 from hpctrain.cluster.devices import choose_device, threads
 from hpctrain.cluster.stop import listening
 from hpctrain.cluster.world import World
+from hpctrain.comm.group import SoloGroup
 from hpctrain.comm.groups import Groups
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
@@ -30,6 +30,8 @@ from hpctrain.optim.clip import global_norm, scale_
 from hpctrain.optim.rate import rate
 from hpctrain.parallel.data import DataParallel
 from hpctrain.parallel.pipeline import Runner
+from hpctrain.parallel.recompute import recompute
+from hpctrain.plan.layout import Layout
 from hpctrain.plan.plan import Plan, decide, lay
 from hpctrain.plan.weights import flops_per_token, weights
 from hpctrain.watch.log import Log
@@ -82,10 +84,11 @@ class Job:
         dtype = getattr(torch, plan.dtype)
         model = Transformer(plan.shape).to(device=device, dtype=dtype)
         initialise(model, plan.shape, config.run.seed)
+        recompute(model, config.train.recompute)
         decays = {weight.name: weight.decay for weight in weights(plan.shape)}
         bucket_bytes = int(config.parallel.bucket_mib * 2**20)
         data_parallel = DataParallel(model, decays, groups["dp"], bucket_bytes)
-        optimizer = AdamW(data_parallel.flats(), config.optim)
+        optimizer = AdamW(data_parallel.flats(), config.optim, SoloGroup(), config.run.seed)  # all ranks have all
         meter = Meter(device, flops_per_token(plan.shape), groups.whole.size * peak_flops(config, device, dtype))
         runner = Runner(plan.schedule, model, data_parallel, groups["dp"], meter, config.run.seed)
         return cls(config, plan, data_parallel, optimizer, runner, meter, state_of(plan, data_parallel, optimizer))
@@ -161,12 +164,14 @@ def open_data(config: Config, groups: Groups) -> Batches:
 def state_of(plan: Plan, data_parallel: DataParallel, optimizer: AdamW) -> State:
     """Name every tensor that a run goes on from; all of them are views into the flat buckets."""
     state: dict[str, Held] = {}
-    for index, bucket in enumerate(data_parallel.buckets):
-        flats: dict[str, Tensor] = {"model": bucket.flat.parameter}
-        flats |= {f"optim/{name}": parts[index] for name, parts in optimizer.states().items()}
+    for bucket in data_parallel.buckets:
         for slot in bucket.slots:
-            for name, flat in flats.items():
-                state[f"{name}/{slot.name}"] = Held(plan.layouts[slot.name], slot.of(flat))
+            state[f"model/{slot.name}"] = Held(plan.layouts[slot.name], slot.of(bucket.flat.parameter))
+    for name, parts in optimizer.states().items():
+        for part in parts:
+            shape = tuple(part.tensor.shape) if part.whole else plan.layouts[part.parameter].shape
+            tensor = part.tensor.view(shape)
+            state[f"optim/{name}/{part.parameter}"] = Held(Layout(shape, dtype_name(tensor)), tensor)
     return state
 
 

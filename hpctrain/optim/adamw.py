@@ -1,7 +1,7 @@
 """AdamW (Loshchilov 2019, Decoupled Weight Decay Regularization) over flat tensors.
 
-Each flat tensor holds many parameters one after another; the optimizer does not know them apart, so a rank may own
-any interval. Its only state beside the two running means is the step, which the caller counts.
+Each flat tensor holds many parameters one after another; the update does not know them apart, so a rank may own any
+interval, and the ranks of a group do not talk.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from hpctrain.comm.group import Group
 from hpctrain.config import OptimConfig
 from hpctrain.optim.flat import Flat
+from hpctrain.optim.optimizer import Optimizer, State
 
 
-class AdamW:
+class AdamW(Optimizer):
     """Holds the running means, one flat tensor each for every ``Flat``, in the same order."""
 
-    def __init__(self, flats: Sequence[Flat], config: OptimConfig) -> None:
-        self.flats = tuple(flats)
-        self.config = config
+    def __init__(self, flats: Sequence[Flat], config: OptimConfig, group: Group, seed: int = 0) -> None:
+        super().__init__(flats, config, group, seed)
         self.exp_avg = [torch.zeros_like(flat.parameter) for flat in self.flats]
         self.exp_avg_sq = [torch.zeros_like(flat.parameter) for flat in self.flats]
 
-    def states(self) -> dict[str, list[Tensor]]:
-        """What a checkpoint has to hold: for each name a flat tensor for every ``Flat``, in order, to read or fill."""
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+    def states(self) -> dict[str, list[State]]:
+        return {"exp_avg": self.spread(self.exp_avg), "exp_avg_sq": self.spread(self.exp_avg_sq)}
 
     @torch.no_grad()
     def update(self, rate: float, step: int) -> None:
-        """Move the parameters against their gradients. ``step`` counts from 0 over the whole run, resumed or not."""
         rows = [row for row in zip(self.flats, self.exp_avg, self.exp_avg_sq, strict=True) if row[0].parameter.numel()]
         for decay, group in groupby(sorted(rows, key=lambda row: row[0].decay), key=lambda row: row[0].decay):
             flats, means, squares = zip(*group, strict=True)

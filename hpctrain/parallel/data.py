@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group, Handle
-from hpctrain.optim.flat import Flat
+from hpctrain.optim.flat import Flat, Piece
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _fill(names: list[str], parameters: dict[str, nn.Parameter], decay: bool, gr
         start, stop = stop, stop + parameters[name].numel()
         slots.append(Slot(name, parameters[name].shape, start, stop))
     example = parameters[names[0]]
-    flat = Flat(example.new_empty(stop), group.buffer(stop, example.dtype).to(example.device), decay)
+    pieces = tuple(Piece(slot.name, tuple(slot.shape), 0, slot.start, slot.stop) for slot in slots)
+    flat = Flat(example.new_empty(stop), group.buffer(stop, example.dtype).to(example.device), decay, pieces)
     for slot in slots:
         slot.of(flat.parameter).copy_(parameters[slot.name].data)
         parameters[slot.name].data = slot.of(flat.parameter)

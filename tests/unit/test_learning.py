@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.comm.group import SoloGroup
 from hpctrain.config import Config, parse
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import global_norm, scale_
-from hpctrain.optim.flat import Flat
+from hpctrain.optim.flat import Flat, Piece
 from hpctrain.optim.rate import rate
 from hpctrain.plan.weights import ModelShape
 
@@ -32,8 +33,11 @@ def course(config: Config) -> list[float]:
     initialise(model, shape, config.run.seed)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    flats = [Flat(p.data.view(-1), p.grad.view(-1), p.dim() > 1) for p in model.parameters()]
-    optimizer = AdamW(flats, config.optim)
+    flats = [
+        Flat(p.data.view(-1), p.grad.view(-1), p.dim() > 1, (Piece(name, tuple(p.shape), 0, 0, p.numel()),))
+        for name, p in model.named_parameters()
+    ]
+    optimizer = AdamW(flats, config.optim, SoloGroup())
     run = torch.arange(17)
     samples = torch.stack([run, run * 2, 39 - run, 39 - run * 2])
     losses = []
