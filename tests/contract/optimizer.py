@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -109,8 +108,8 @@ class OptimizerContract:
             return [(name, one.parameter, one.whole) for name, parts in states.items() for one in parts]
 
         found = threads.run(3, names)
-        assert found[0] == found[1] == found[2]
-        assert {name for _, name, _ in found[0]} == {name for name, shape in SHAPES.items() if math.prod(shape)}
+        assert all(sorted(one) == sorted(found[0]) for one in found)
+        assert {name for _, name, _ in found[0]} == set(SHAPES)
 
     def test_elements_with_two_owners_are_refused_on_all_ranks(self):
         def refused(group: Group) -> str:

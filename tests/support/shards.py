@@ -30,7 +30,7 @@ def flat(parameters: Tensors, gradients: Tensors, part: tuple[float, float] = (0
     pieces, offset = [], 0
     for name, x in parameters.items():
         start, stop = max(low, offset), min(high, offset + x.numel())
-        if start < stop:
+        if start < stop or start == stop == offset:  # what has no elements lies somewhere too
             pieces.append(Piece(name, tuple(x.shape), start - offset, start - low, stop - low))
         offset += x.numel()
     own = [torch.cat([x.reshape(-1) for x in xs.values()])[low:high].clone() for xs in (parameters, gradients)]
