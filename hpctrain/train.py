@@ -31,6 +31,7 @@ from hpctrain.optim.rate import rate
 from hpctrain.parallel.data import DataParallel
 from hpctrain.parallel.pipeline import Runner
 from hpctrain.parallel.recompute import recompute
+from hpctrain.parallel.recompute import recompute
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.plan import Plan, decide, lay
 from hpctrain.plan.weights import flops_per_token, weights
@@ -84,6 +85,7 @@ class Job:
         dtype = getattr(torch, plan.dtype)
         model = Transformer(plan.shape).to(device=device, dtype=dtype)
         initialise(model, plan.shape, config.run.seed)
+        recompute(model, config.train.recompute)
         recompute(model, config.train.recompute)
         decays = {weight.name: weight.decay for weight in weights(plan.shape)}
         bucket_bytes = int(config.parallel.bucket_mib * 2**20)

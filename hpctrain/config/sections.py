@@ -125,6 +125,9 @@ class TrainConfig(Section):
     """Sequences in one step, over all ranks and micro-batches."""
     microbatch: int = Field(4, ge=1)
     """Sequences that a rank takes through the model at once; the rest is accumulated."""
+    recompute: str = Field("none", pattern=r"^(none|selective|full|offload|every:[1-9][0-9]*)$")
+    """What of the forward is made again in the backward instead of kept: ``none``, ``selective`` (attention without its
+    linear maps), ``every:K`` (each K-th block) or ``full`` (each block). ``offload`` keeps it in the host's memory."""
     validate_every: int = Field(0, ge=0)
     """Steps between two validations; 0 for none."""
     validate_batches: int = Field(4, ge=1)

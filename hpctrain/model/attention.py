@@ -23,6 +23,7 @@ class Attention(nn.Module):
         self.head_dim = shape.head_dim
         self.rope_base = shape.rope_base if shape.positions == "rotary" else None
         self.norm = norm(shape)
+        self.core = Core()
         self.query = Spread(shape.width, shape.heads * shape.head_dim, shape.bias)
         self.key = Spread(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
         self.value = Spread(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
@@ -36,6 +37,14 @@ class Attention(nn.Module):
         )
         if self.rope_base is not None:
             q_BTHE, k_BTHE = rotate(q_BTHE, self.rope_base), rotate(k_BTHE, self.rope_base)
+        return self.out(self.core(q_BTHE, k_BTHE, v_BTHE, allowed_B1TT))
+
+
+class Core(nn.Module):
+    """The part of attention without weights: softmax of queries times keys, times values."""
+
+    def forward(self, q_BTHE: Tensor, k_BTHE: Tensor, v_BTHE: Tensor, allowed_B1TT: Tensor | None) -> Tensor:
+        """``[B, T, H * E]``, the heads one after another."""
         y_BHTE = F.scaled_dot_product_attention(
             q_BTHE.transpose(1, 2),
             k_BTHE.transpose(1, 2),
@@ -44,7 +53,7 @@ class Attention(nn.Module):
             is_causal=allowed_B1TT is None,
             enable_gqa=q_BTHE.shape[2] != k_BTHE.shape[2],
         )
-        return self.out(y_BHTE.transpose(1, 2).flatten(2))
+        return y_BHTE.transpose(1, 2).flatten(2)
 
 
 def within_documents(documents_BT: Tensor) -> Tensor:

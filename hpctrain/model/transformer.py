@@ -18,7 +18,7 @@ from hpctrain.model.attention import within_documents
 from hpctrain.model.blocks import Block
 from hpctrain.model.loss import cross_entropy
 from hpctrain.model.noise import Dropout, Noise
-from hpctrain.model.parts import Spread, norm
+from hpctrain.model.parts import Spread, lookup, norm
 from hpctrain.plan.weights import ModelShape
 
 
@@ -75,7 +75,7 @@ class Embed(nn.Module):
 
     def forward(self, tokens_BT: Tensor, noise: Noise | None) -> Tensor:
         """``[B, T, D]``. Raises ShapeError for more tokens than there are learned positions."""
-        x_BTD = F.embedding(tokens_BT, self.tokens)
+        x_BTD = lookup(tokens_BT, self.tokens)
         if self.positions is not None:
             x_BTD = x_BTD + self._positions(tokens_BT.shape[1])
         return self.dropout(x_BTD, noise)
