@@ -1,6 +1,7 @@
 """The parts that a transformer is made of: norms, lookups, and linear maps to and from a dim that may be cut.
 
 Both maps keep the cut dim first, so that a shard is one contiguous run of the weight (``hpctrain.plan.weights``).
+Their ``product`` may be another one than that of their format (``hpctrain.precision.fp8``).
 
 In 16-bit formats the gradients of a norm's and of an embedding's weights, sums over very many tokens, are summed in
 fp32: torch's CPU kernels sum them in the format itself, where a bf16 sum of ones ends at 256.
@@ -48,9 +49,10 @@ class Spread(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
+        self.product = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class Gather(nn.Module):
@@ -60,9 +62,10 @@ class Gather(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(into, width))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        self.product = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t(), self.bias)  # as quick as [out, in]: BLAS reads either way round
+        return self.product(x, self.weight.t(), self.bias)  # as quick as [out, in]: BLAS reads either way round
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
