@@ -25,8 +25,9 @@ from hpctrain.data.prepare import ready
 from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, HpctrainError
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
-from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import global_norm, scale_
+from hpctrain.optim.optimizer import Optimizer
+from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.rate import rate
 from hpctrain.parallel.data import DataParallel
 from hpctrain.parallel.pipeline import Runner
@@ -73,7 +74,7 @@ class Job:
     config: Config
     plan: Plan
     data_parallel: DataParallel
-    optimizer: AdamW
+    optimizer: Optimizer
     runner: Runner
     meter: Meter
     state: State
@@ -90,7 +91,8 @@ class Job:
         decays = {weight.name: weight.decay for weight in weights(plan.shape)}
         bucket_bytes = int(config.parallel.bucket_mib * 2**20)
         data_parallel = DataParallel(model, decays, groups["dp"], bucket_bytes)
-        optimizer = AdamW(data_parallel.flats(), config.optim, SoloGroup(), config.run.seed)  # all ranks have all
+        kind, alone = OPTIMIZERS[config.optim.kind], SoloGroup()  # all ranks have all
+        optimizer = kind(data_parallel.flats(), config.optim, alone, config.run.seed)
         meter = Meter(device, flops_per_token(plan.shape), groups.whole.size * peak_flops(config, device, dtype))
         runner = Runner(plan.schedule, model, data_parallel, groups["dp"], meter, config.run.seed)
         return cls(config, plan, data_parallel, optimizer, runner, meter, state_of(plan, data_parallel, optimizer))
@@ -163,7 +165,7 @@ def open_data(config: Config, groups: Groups) -> Batches:
     return batches
 
 
-def state_of(plan: Plan, data_parallel: DataParallel, optimizer: AdamW) -> State:
+def state_of(plan: Plan, data_parallel: DataParallel, optimizer: Optimizer) -> State:
     """Name every tensor that a run goes on from; all of them are views into the flat buckets."""
     state: dict[str, Held] = {}
     for bucket in data_parallel.buckets:

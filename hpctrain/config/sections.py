@@ -144,10 +144,12 @@ class PrecisionConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its rate."""
 
-    kind: Literal["adamw"] = "adamw"
-    """AdamW with decoupled weight decay."""
+    kind: Literal["adamw", "adafactor", "adamw8bit", "muon"] = "adamw"
+    """``adamw``: decoupled weight decay. ``adafactor``: squares kept as a row and a column of each matrix.
+    ``adamw8bit``: running means in 8 bits. ``muon``: steps of equal size in all directions for the matrices of hidden
+    layers, AdamW for the rest."""
     rate: float = Field(3e-4, gt=0)
-    """The highest learning rate."""
+    """The highest learning rate; ``adafactor`` takes it as a part of a parameter's own size."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the gradient's running mean."""
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -156,6 +158,17 @@ class OptimConfig(Section):
     """Added to the denominator."""
     decay: float = Field(0.1, ge=0)
     """Weight decay of matrices; vectors (biases, norms) have none."""
+    states: Literal["fp32", "bf16"] = "fp32"
+    """Format in which ``adamw`` keeps its running means; ``bf16`` halves them, by stochastic rounding."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay of the gradient's running mean where ``muon`` steps with equal size."""
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Steps of ``muon``'s iteration (Newton-Schulz) that makes a matrix orthogonal."""
+    muon_except: tuple[str, ...] = Field(
+        ("embed*", "*.embed*", "head*", "*.head*", "*lm_head*", "*wte*", "*wpe*"), strict=False
+    )
+    """Names of matrices that ``muon`` leaves to AdamW, ``*`` standing for anything: what is looked up in, and what
+    gives the logits. Parameters of other than two dims are left to it too."""
     clip: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 for no clipping."""
     shape: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -166,6 +179,16 @@ class OptimConfig(Section):
     """The last rate, as a part of the highest."""
     cooldown: float = Field(0.2, gt=0, le=1)
     """Part of the steps that ``wsd`` spends going down."""
+
+    @model_validator(mode="after")
+    def _states_fit_the_kind(self) -> OptimConfig:
+        if self.states != "fp32" and self.kind != "adamw":
+            raise ConfigError(
+                f'optim.states = "{self.states}" does not go with optim.kind = "{self.kind}"',
+                "only adamw keeps its running means in another format",
+                'leave optim.states out, or set optim.kind to "adamw"',
+            )
+        return self
 
 
 class ParallelConfig(Section):

@@ -6,7 +6,8 @@ elements and do not ask; those that need whole matrices find in ``pieces`` which
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
@@ -28,6 +29,15 @@ class Piece:
     def whole(self) -> bool:
         """Whether all of the parameter is here."""
         return self.stop - self.start == prod(self.shape)
+
+    def split(self, every: int) -> Iterator[Piece]:
+        """Its elements block by block: a block ends at each multiple of ``every`` in the flattened parameter."""
+        start, last = self.first, self.first + self.stop - self.start
+        while start < last:
+            stop = min(last, (start // every + 1) * every)
+            shift = self.start - self.first
+            yield replace(self, first=start, start=start + shift, stop=stop + shift)
+            start = stop
 
 
 @dataclass(frozen=True)
@@ -52,3 +62,9 @@ class Flat:
                 f"{self.parameter.numel()} parameters in {self.parameter.dtype} do not go with "
                 f"{self.gradient.numel()} gradients in {self.gradient.dtype}"
             )
+
+    def part(self, piece: Piece) -> Flat:
+        """One of its pieces as a flat tensor of its own, in the same memory."""
+        alone = replace(piece, start=0, stop=piece.stop - piece.start)
+        place = slice(piece.start, piece.stop)
+        return Flat(self.parameter[place], self.gradient[place], self.decay, (alone,))

@@ -8,7 +8,7 @@ rate and the step; so the shards of any cut, put together, are what one rank has
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -70,12 +70,20 @@ class Optimizer(ABC):
     def states(self) -> dict[str, list[State]]:
         """By name, what the next updates depend on; every parameter of the group is there, also with no element."""
 
-    def here(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """This rank's elements of a parameter, out of one tensor for each flat."""
+    def here(self, name: str, tensors: Sequence[Tensor] | None = None) -> Tensor:
+        """This rank's elements of a parameter, out of one tensor for each flat; its weights when none are given."""
+        tensors = [flat.parameter for flat in self.flats] if tensors is None else tensors
         if name not in self.places:
             return tensors[0][:0]
         index, piece = self.places[name]
         return tensors[index][piece.start : piece.stop]
+
+    def parts(self, wanted: Callable[[Entry], bool]) -> list[Flat]:
+        """This rank's pieces of some of the parameters, each a flat tensor of its own; the first one is empty."""
+        nothing = Flat(self.flats[0].parameter[:0], self.flats[0].gradient[:0], decay=False)
+        return [nothing] + [
+            self.flats[index].part(piece) for index, piece in self.places.values() if wanted(self.entries[piece.name])
+        ]
 
     def spread(self, tensors: Sequence[Tensor]) -> list[State]:
         """One tensor for each flat, as the states of the parameters in it."""

@@ -61,18 +61,27 @@ class OptimizerContract:
                 assert (a.double() - b.double()).abs().max() <= self.bounds[dtype] * b.double().abs().max()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    @settings(max_examples=12)
-    @given(cuts=cuts)
-    def test_the_shards_of_any_cut_are_what_one_rank_has(self, cuts, dtype):
-        self.same(self.course(dtype, cuts=cuts), self.course(dtype), dtype)
+    def test_the_shards_of_any_cut_are_what_one_rank_has(self, dtype):
+        expected = self.course(dtype)
 
-    @settings(max_examples=8)
-    @given(before=cuts, after=cuts, turn=st.integers(1, UPDATES - 1))
-    def test_a_run_goes_on_from_its_states_under_another_cut(self, before, after, turn):
-        dtype = torch.float64
-        weights, states = self.course(dtype, range(turn), cuts=before)
-        found = self.course(dtype, range(turn, UPDATES), weights=weights, states=states, cuts=after)
-        self.same(found, self.course(dtype), dtype)
+        @settings(max_examples=12)
+        @given(cuts)
+        def check(cuts: list[float]) -> None:
+            self.same(self.course(dtype, cuts=cuts), expected, dtype)
+
+        check()
+
+    def test_a_run_goes_on_from_its_states_under_another_cut(self):
+        dtype, expected = torch.float64, self.course(torch.float64)
+
+        @settings(max_examples=8)
+        @given(cuts, cuts, st.integers(1, UPDATES - 1))
+        def check(before: list[float], after: list[float], turn: int) -> None:
+            weights, states = self.course(dtype, range(turn), cuts=before)
+            found = self.course(dtype, range(turn, UPDATES), weights=weights, states=states, cuts=after)
+            self.same(found, expected, dtype)
+
+        check()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_an_update_is_a_pure_function_of_weights_gradients_states_and_step(self, dtype):
@@ -98,7 +107,7 @@ class OptimizerContract:
                 flat.gradient.copy_(flat.parameter)
             optimizer.update(0.02, step)
             norms.append(float(sum(flat.parameter.square().sum() for flat in flats)))
-        assert norms == sorted(norms, reverse=True) and norms[-1] < 0.8 * norms[0]
+        assert norms == sorted(norms, reverse=True) and norms[-1] < 0.9 * norms[0]
 
     def test_every_rank_names_every_state(self):
         def names(group: Group) -> list[tuple[str, str, bool]]:

@@ -21,6 +21,11 @@ class TestAdamW(OptimizerContract):
     make = staticmethod(partial(AdamW, config=CONFIG))
 
 
+class TestAdamWWithStatesInBf16(OptimizerContract):
+    make = staticmethod(partial(AdamW, config=CONFIG.model_copy(update={"states": "bf16"})))
+    bounds = {torch.float32: 0.0, torch.float64: 0.0}
+
+
 @pytest.mark.parametrize("update", [adamw.UPDATE, adamw.plain], ids=["fused", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ten_updates_are_those_of_torch(update, dtype, monkeypatch):

@@ -1,0 +1,139 @@
+"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon; Liu 2025, Muon is Scalable for LLM Training).
+
+The step of a hidden layer's matrix is its momentum made orthogonal: all directions move by as much. That needs the
+whole matrix, so each has an owner among the ranks: pieces travel to it, and pieces of the step travel back. Matrices
+go in waves of one for each rank, the dearest first, so that the ranks of a wave have about as much to do; a wave's
+pieces travel while the one before it is worked on. Steps are scaled to the size of AdamW's (Liu 2025), so one rate and
+one decay serve both; AdamW does the rest of the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.group import Group, Handle
+from hpctrain.config import OptimConfig
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.flat import Flat
+from hpctrain.optim.optimizer import Entry, Optimizer, State
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at zero, between 0.7 and 1.2 after five steps
+FORMATS = {"cuda": torch.bfloat16}  # of the iteration and of what travels; elsewhere the parameter's own
+STEP = 0.2  # root mean square of AdamW's usual step, as a part of the rate
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A wave on its way to the owners."""
+
+    wave: list[Entry]
+    matrix: Tensor  # this rank's own, its pieces in rank order; empty where the wave has none for it
+    sent: Tensor  # belongs to the group until the handle is done
+    handle: Handle
+
+
+class Muon(Optimizer):
+    """Holds the momentum of this rank's elements of the matrices, and an AdamW for the other parameters."""
+
+    def __init__(self, flats: Sequence[Flat], config: OptimConfig, group: Group, seed: int = 0) -> None:
+        super().__init__(flats, config, group, seed)
+        matrices = [entry for entry in self.entries.values() if orthogonal(entry, config.muon_except)]
+        self.waves = waves(matrices, group.size)
+        self.momentum = {entry.name: torch.zeros_like(self.here(entry.name)) for entry in matrices}
+        self.rest = AdamW(self.parts(lambda entry: entry.name not in self.momentum), config, group)
+        like = self.flats[0].parameter
+        self.format = FORMATS.get(like.device.type, like.dtype)
+
+    def states(self) -> dict[str, list[State]]:
+        return {"momentum": [State(name, x) for name, x in self.momentum.items()], **self.rest.states()}
+
+    @torch.no_grad()
+    def update(self, rate: float, step: int) -> None:
+        self.rest.update(rate, step)
+        coming = [self._gather(wave) for wave in self.waves[:1]]
+        for number in range(1, len(self.waves) + 1):
+            coming += [self._gather(wave) for wave in self.waves[number : number + 1]]
+            gathered = coming.pop(0)
+            self._move(gathered.wave, self._orthogonal(gathered), rate)
+
+    def _gather(self, wave: list[Entry]) -> Gathered:
+        """Send this rank's pieces of a wave to the owners."""
+        sent = torch.cat([self._pull(entry.name).to(self.format) for entry in wave])
+        own = wave[self.group.rank] if self.group.rank < len(wave) else None
+        matrix = sent.new_empty(own.size if own else 0)
+        sizes = {"sizes": self._sizes(wave), "out_sizes": self._parts(wave)}
+        return Gathered(wave, matrix, sent, self.group.all_to_all(matrix, sent, **sizes, later=True))
+
+    def _pull(self, name: str) -> Tensor:
+        """Take the gradient of this rank's elements into their momentum, and give it looking one step ahead.
+
+        The operations round once each, so that an element has the same bits whatever lies beside it.
+        """
+        gradient, part = self.here(name, [flat.gradient for flat in self.flats]), self.config.momentum
+        mean = self.momentum[name].mul_(part).add_(gradient * (1 - part))
+        return (gradient * (1 - part)).add_(mean * part)
+
+    def _orthogonal(self, gathered: Gathered) -> Tensor:
+        """This rank's matrix of a wave made orthogonal, and the pieces of all of them sent back: its own elements."""
+        gathered.handle.wait()
+        wave, matrix, back = gathered.wave, gathered.matrix, torch.empty_like(gathered.sent)
+        if matrix.numel():
+            own = wave[self.group.rank]
+            order = sorted(range(self.group.size), key=lambda rank: own.runs[rank])
+            pieces = matrix.split(self._parts(wave))
+            whole = torch.cat([pieces[rank] for rank in order]).view(own.shape)
+            whole = newton_schulz(whole, self.config.ns_steps).reshape(-1)
+            matrix = torch.cat([whole[start:stop] for start, stop in own.runs])
+        self.group.all_to_all(back, matrix, sizes=self._parts(wave), out_sizes=self._sizes(wave))
+        return back
+
+    def _move(self, wave: list[Entry], steps: Tensor, rate: float) -> None:
+        sizes = self._sizes(wave)[: len(wave)]
+        for entry, step in zip(wave, steps.split(sizes), strict=True):
+            x = self.here(entry.name)
+            x.mul_(1 - rate * self.config.decay * entry.decay)
+            x.sub_(step.to(x.dtype).mul_(rate * STEP * math.sqrt(max(entry.shape))))
+
+    def _sizes(self, wave: list[Entry]) -> list[int]:
+        """Elements of this rank in the matrix of each owner."""
+        runs = [entry.runs[self.group.rank] for entry in wave]
+        return [stop - start for start, stop in runs] + [0] * (self.group.size - len(wave))
+
+    def _parts(self, wave: list[Entry]) -> list[int]:
+        """Elements of each rank in the matrix of this one."""
+        if self.group.rank >= len(wave):
+            return [0] * self.group.size
+        return [stop - start for start, stop in wave[self.group.rank].runs]
+
+
+def orthogonal(entry: Entry, excepted: Sequence[str]) -> bool:
+    """Whether Muon takes a parameter: a matrix, by the number of its dims, whose name is not among the exceptions."""
+    return len(entry.shape) == 2 and entry.size > 0 and not any(fnmatchcase(entry.name, name) for name in excepted)
+
+
+def waves(matrices: Sequence[Entry], ranks: int) -> list[list[Entry]]:
+    """The matrices in rounds, at each place the owner's; the dearest first, so that those of a round cost alike."""
+    costs = {entry.name: min(entry.shape) * entry.size for entry in matrices}
+    order = sorted(matrices, key=lambda entry: (-costs[entry.name], entry.name))
+    return [order[start : start + ranks] for start in range(0, len(order), ranks)]
+
+
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """``x`` with all singular values brought near 1, by a polynomial that is applied again and again.
+
+    The format of ``x`` is that of all products: bf16 is enough, as the iteration corrects itself.
+    """
+    wide = x.T if x.shape[0] > x.shape[1] else x
+    wide = wide / wide.norm().clamp(min=1e-7)  # no singular value is larger than this norm
+    one, three, five = COEFFICIENTS
+    for _ in range(steps):
+        gram = wide @ wide.T
+        factor = torch.addmm(gram, gram, gram, beta=three, alpha=five)
+        wide = torch.addmm(wide, factor, wide, beta=one)
+    return wide.T if x.shape[0] > x.shape[1] else wide
