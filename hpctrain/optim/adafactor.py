@@ -9,7 +9,7 @@ square for each element.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +23,17 @@ from hpctrain.optim.optimizer import Entry, Optimizer, State
 SQUARE_DECAY = -0.8  # the mean of squares takes in a part of t^-0.8 of step t
 SMALLEST = 1e-3  # parameters smaller than this move as if they were as large
 THRESHOLD = 1.0  # steps whose root mean square is larger are scaled down to it
+CHUNK = 1 << 16  # elements worked on at once
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the elements of one parameter: of squared gradients by row and by column, and of squared weights."""
+    """Sums over all elements of the parameters, in one piece of memory that is reduced at once."""
 
-    row: Tensor
-    column: Tensor
-    weight: Tensor
+    total: Tensor
+    row: dict[str, Tensor]  # of squared gradients
+    column: dict[str, Tensor]
+    weight: Tensor  # of squared weights, by the parameter's number
 
 
 class Adafactor(Optimizer):
@@ -44,7 +46,7 @@ class Adafactor(Optimizer):
         self.row = {entry.name: like.new_zeros(entry.shape[:-1]) for entry in matrices}
         self.column = {entry.name: like.new_zeros(column_shape(entry)) for entry in matrices}
         self.square = {name: torch.zeros_like(self.here(name)) for name in self.entries if name not in self.row}
-        self.pieces = [piece for _, piece in self.places.values() if piece.start < piece.stop]
+        self._numbers = {name: number for number, name in enumerate(self.entries)}
 
     def states(self) -> dict[str, list[State]]:
         return {
@@ -55,76 +57,79 @@ class Adafactor(Optimizer):
 
     @torch.no_grad()
     def update(self, rate: float, step: int) -> None:
-        fresh = (step + 1) ** SQUARE_DECAY
-        sizes = self._take_in(fresh)
-        moved = self._step_sizes()
-        for piece in self.pieces:
-            entry, x = self.entries[piece.name], self.here(piece.name)
-            size = max(sizes[entry.name], SMALLEST) * min(rate, 1 / math.sqrt(step + 1))
-            x.mul_(1 - rate * self.config.decay * entry.decay)
-            x.sub_(self._direction(piece).mul_(size / max(1.0, moved[entry.name] / THRESHOLD)))
+        sizes = self._take_in((step + 1) ** SQUARE_DECAY)
+        rows = {name: row / row.mean(-1, keepdim=True).clamp_(min=_small(row)) for name, row in self.row.items()}
+        directions = self._direction_sizes(rows)
+        relative = min(rate, 1 / math.sqrt(step + 1))
+        for piece, flat in self._chunks():
+            number = self._numbers[piece.name]
+            size = max(sizes[number], SMALLEST) * relative / max(1.0, directions[number] / THRESHOLD)
+            flat.parameter.mul_(1 - rate * self.config.decay * flat.decay)
+            flat.parameter.sub_(self._direction(piece, flat.gradient, rows).mul_(size))
 
-    def _take_in(self, fresh: float) -> dict[str, float]:
+    def _take_in(self, fresh: float) -> list[float]:
         """Move the means of squares by a part ``fresh``; the root mean square of each parameter's weights."""
-        total, sums = self._empty_sums()
-        for piece in self.pieces:
-            self._add_up(sums[piece.name], piece)
-        self.group.all_reduce(total)
+        sums = self._empty_sums()
+        for piece, flat in self._chunks():
+            sums.weight[self._numbers[piece.name]] += _squared(flat.parameter)
+            squares = flat.gradient.square()
+            if piece.name in self.row:
+                _add_up(squares, piece, sums)
+            else:
+                self._square(piece).lerp_(squares, fresh)
+        self.group.all_reduce(sums.total)
         for name in self.row:
             high, width = self.entries[name].shape[-2:]
-            _mix(self.row[name], sums[name].row / max(width, 1), fresh)
-            _mix(self.column[name], sums[name].column / max(high, 1), fresh)
-        for name, kept in self.square.items():
-            kept.lerp_(self._gradient(name).square(), fresh)
-        return {name: _root_mean(float(sums[name].weight), entry) for name, entry in self.entries.items()}
+            _mix(self.row[name], sums.row[name] / max(width, 1), fresh)
+            _mix(self.column[name], sums.column[name] / max(high, 1), fresh)
+        return self._root_means(sums.weight)
 
-    def _empty_sums(self) -> tuple[Tensor, dict[str, Sums]]:
-        """Sums for all parameters, in one piece of memory that is reduced at once."""
-        counts = [(math.prod(e.shape[:-1]), math.prod(column_shape(e)), 1) for e in self.entries.values()]
-        total = self.flats[0].parameter.new_zeros(sum(map(sum, counts)), dtype=torch.float64)
-        parts = iter(total.split([count for three in counts for count in three]))
-        return total, {name: Sums(next(parts), next(parts), next(parts)) for name in self.entries}
+    def _empty_sums(self) -> Sums:
+        rows, columns = ([x.numel() for x in kept.values()] for kept in (self.row, self.column))
+        sizes = [sum(rows), sum(columns), len(self.entries)]
+        total = self.flats[0].parameter.new_zeros(sum(sizes), dtype=torch.float64)
+        row, column, weight = total.split(sizes)
+        by_name = [dict(zip(self.row, x.split(n), strict=True)) for x, n in ((row, rows), (column, columns))]
+        return Sums(total, *by_name, weight)
 
-    def _add_up(self, sums: Sums, piece: Piece) -> None:
-        """Add this rank's elements of a parameter to its sums."""
-        sums.weight.add_(_squared(self.here(piece.name)))
-        if piece.name in self.row:
-            squares = _in_rows(self._gradient(piece.name).square(), piece)
-            first, width = piece.first // piece.shape[-1], piece.shape[-1]
-            sums.row[first : first + len(squares)] += squares.sum(1)
-            columns = sums.column.view(-1, width)
-            for matrix, start, stop in _matrices(piece, len(squares)):
-                columns[matrix] += squares[start:stop].sum(0)
-
-    def _step_sizes(self) -> dict[str, float]:
+    def _direction_sizes(self, rows: dict[str, Tensor]) -> list[float]:
         """The root mean square of each parameter's direction, over all its elements."""
-        moved = torch.zeros(len(self.entries), dtype=torch.float64, device=self.flats[0].parameter.device)
-        numbers = {name: number for number, name in enumerate(self.entries)}
-        for piece in self.pieces:
-            moved[numbers[piece.name]] = _squared(self._direction(piece))
-        self.group.all_reduce(moved)
-        return {e.name: _root_mean(s, e) for e, s in zip(self.entries.values(), moved.tolist(), strict=True)}
+        squares = self.flats[0].parameter.new_zeros(len(self.entries), dtype=torch.float64)
+        for piece, flat in self._chunks():
+            squares[self._numbers[piece.name]] += _squared(self._direction(piece, flat.gradient, rows))
+        self.group.all_reduce(squares)
+        return self._root_means(squares)
 
-    def _direction(self, piece: Piece) -> Tensor:
-        """The gradient by the root of the mean square, for this rank's elements of a parameter."""
-        gradient = self._gradient(piece.name)
-        small = torch.finfo(gradient.dtype).eps
-        mean = self.square[piece.name].clone() if piece.name in self.square else self._product(piece, small)
-        return mean.clamp_(min=small * small).rsqrt_().mul_(gradient)
+    def _root_means(self, squares: Tensor) -> list[float]:
+        rows = zip(squares.tolist(), self.entries.values(), strict=True)
+        return [math.sqrt(square / max(entry.size, 1)) for square, entry in rows]
 
-    def _product(self, piece: Piece, small: float) -> Tensor:
-        """The mean square as row times column by the mean of the rows, for this rank's elements of a matrix."""
-        row, width, size = self.row[piece.name], piece.shape[-1], piece.stop - piece.start
-        first, before = divmod(piece.first, width)
-        rows = (row / row.mean(-1, keepdim=True).clamp_(min=small)).view(-1)
-        rows = rows[first : -(-(piece.first + size) // width)]
-        mean = rows.unsqueeze(1).repeat(1, width)
-        for matrix, start, stop in _matrices(piece, len(rows)):
-            mean[start:stop] *= self.column[piece.name].view(-1, width)[matrix]
-        return mean.view(-1)[before : before + size]
+    def _direction(self, piece: Piece, gradient: Tensor, rows: dict[str, Tensor]) -> Tensor:
+        """The gradient by the root of the mean square, made anew each time rather than kept.
 
-    def _gradient(self, name: str) -> Tensor:
-        return self.here(name, [flat.gradient for flat in self.flats])
+        ``rows`` are those that are kept, by their mean: times the column they are the mean square of a matrix.
+        """
+        mean = self._product(piece, rows) if piece.name in rows else self._square(piece).clone()
+        return mean.clamp_(min=_small(mean) ** 2).rsqrt_().mul_(gradient)
+
+    def _product(self, piece: Piece, rows: dict[str, Tensor]) -> Tensor:
+        """Row times column, for some elements of a matrix."""
+        high, width = piece.shape[-2:]
+        size, before = piece.stop - piece.start, piece.first % width
+        row, column = rows[piece.name].view(-1, high), self.column[piece.name].view(-1, width)
+        matrices = _matrices(piece, -(-(before + size) // width))
+        product = torch.cat([row[matrix, start:stop].outer(column[matrix]) for matrix, start, stop in matrices])
+        return product.view(-1)[before : before + size]
+
+    def _square(self, piece: Piece) -> Tensor:
+        shift = self.places[piece.name][1].start
+        return self.square[piece.name][piece.start - shift : piece.stop - shift]
+
+    def _chunks(self) -> Iterator[tuple[Piece, Flat]]:
+        """What this rank has, a few rows at a time: they stay in a core's cache."""
+        for name, entry in self.entries.items():
+            width = entry.shape[-1] if name in self.row else 1
+            yield from self.blocks(name, width * max(1, CHUNK // max(width, 1)))
 
 
 def column_shape(entry: Entry) -> tuple[int, ...]:
@@ -132,31 +137,37 @@ def column_shape(entry: Entry) -> tuple[int, ...]:
     return entry.shape[:-2] + entry.shape[-1:]
 
 
+def _add_up(squares: Tensor, piece: Piece, sums: Sums) -> None:
+    """Add squares of some elements of a matrix to the sums of its rows and columns."""
+    width = piece.shape[-1]
+    first, before = divmod(piece.first, width)
+    after = -(before + squares.numel()) % width
+    rows = torch.nn.functional.pad(squares, (before, after)).view(-1, width)  # zeros where others have elements
+    sums.row[piece.name][first : first + len(rows)] += rows.sum(1)
+    done = 0
+    for matrix, start, stop in _matrices(piece, len(rows)):
+        sums.column[piece.name].view(-1, width)[matrix] += rows[done : done + stop - start].sum(0)
+        done += stop - start
+
+
 def _matrices(piece: Piece, rows: int) -> list[tuple[int, int, int]]:
-    """The matrices of a stack that a piece touches: number, and the first and last of the piece's ``rows`` in it."""
+    """The matrices of a stack that a piece's ``rows`` lie in: number, and the first and last of its rows there."""
     high, first = piece.shape[-2], piece.first // piece.shape[-1]
     return [
-        (matrix, max(matrix * high - first, 0), min((matrix + 1) * high - first, rows))
+        (matrix, max(first - matrix * high, 0), min(first + rows - matrix * high, high))
         for matrix in range(first // high, (first + rows - 1) // high + 1)
     ]
-
-
-def _in_rows(x: Tensor, piece: Piece) -> Tensor:
-    """A piece's elements in whole rows of its parameter, zeros where others have them."""
-    width = piece.shape[-1]
-    before, after = piece.first % width, -(piece.first + x.numel()) % width
-    whole = torch.nn.functional.pad(x, (before, after)) if before or after else x
-    return whole.view(-1, width)
 
 
 def _mix(kept: Tensor, now: Tensor, fresh: float) -> None:
     kept.lerp_(now.view(kept.shape).to(kept.dtype), fresh)
 
 
+def _small(x: Tensor) -> float:
+    """The least that the root of a mean square counts as."""
+    return torch.finfo(x.dtype).eps
+
+
 def _squared(x: Tensor) -> Tensor:
-    """The sum of squares, in fp64 over rows of 64 Ki elements."""
-    return torch.stack(torch._foreach_norm(x.split(1 << 16))).double().square().sum()
-
-
-def _root_mean(squares: float, entry: Entry) -> float:
-    return math.sqrt(squares / max(entry.size, 1))
+    """The sum of squares of a chunk."""
+    return torch.linalg.vector_norm(x).double().square()

@@ -8,6 +8,7 @@ twice in an update, once for the scales and once for the codes, so that they nev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -37,9 +38,10 @@ class AdamW8bit(Optimizer):
             for state in SIGNED
         }
         blocks = {name: -(-entry.size // BLOCK) for name, entry in self.large.items()}
-        self.scales = {state: like.new_zeros(sum(blocks.values()), dtype=torch.float32) for state in SIGNED}
-        starts = [sum(list(blocks.values())[:index]) for index in range(len(blocks))]
-        self._blocks = {name: slice(start, start + blocks[name]) for name, start in zip(blocks, starts, strict=True)}
+        self.all_scales = like.new_zeros(len(SIGNED), sum(blocks.values()), dtype=torch.float32)
+        self.scales = dict(zip(SIGNED, self.all_scales, strict=True))
+        stops = accumulate(blocks.values())
+        self._blocks = {name: slice(stop - blocks[name], stop) for name, stop in zip(blocks, stops, strict=True)}
 
     def states(self) -> dict[str, list[State]]:
         found = self.small.states()
@@ -52,32 +54,31 @@ class AdamW8bit(Optimizer):
     @torch.no_grad()
     def update(self, rate: float, step: int) -> None:
         self.small.update(rate, step)
-        fresh = {state: torch.zeros_like(scales) for state, scales in self.scales.items()}
-        for piece, flat in self._chunks():
-            means = self._means(piece, flat.parameter.dtype)
-            move(flat.gradient, *means, self.config.beta1, self.config.beta2)
-            for scales, mean in zip(fresh.values(), means, strict=True):
-                found, first = largest(mean, piece.first), piece.first // BLOCK
-                scales[self._blocks[piece.name]][first : first + len(found)] = found
-        for scales in fresh.values():
-            self.group.all_reduce(scales, "max")
+        fresh = self._fresh_scales()
         now = torch.tensor(step + 1.0)
         for piece, flat in self._chunks():
             means = self._means(piece, flat.parameter.dtype)
             plain([flat.parameter], [flat.gradient], *([mean] for mean in means), [], [now],
                   **factors(self.config, rate, flat.decay))  # fmt: skip
-            for (state, signed), mean in zip(SIGNED.items(), means, strict=True):
-                self._code(state, piece).copy_(encode(mean, self._scale(fresh[state], piece), signed))
-        for state, scales in fresh.items():
-            self.scales[state].copy_(scales)
+            for (state, signed), mean, scales in zip(SIGNED.items(), means, fresh, strict=True):
+                self._code(state, piece).copy_(encode(mean, self._scale(scales, piece), signed))
+        self.all_scales.copy_(fresh)
+
+    def _fresh_scales(self) -> Tensor:
+        """The largest number of each block, of each mean that takes in this step's gradient."""
+        fresh = torch.zeros_like(self.all_scales)
+        for piece, flat in self._chunks():
+            means = self._means(piece, flat.parameter.dtype)
+            move(flat.gradient, *means, self.config.beta1, self.config.beta2)
+            for scales, mean in zip(fresh, means, strict=True):
+                found, first = largest(mean, piece.first), piece.first // BLOCK
+                scales[self._blocks[piece.name]][first : first + len(found)] = found
+        self.group.all_reduce(fresh, "max")
+        return fresh
 
     def _chunks(self) -> Iterator[tuple[Piece, Flat]]:
         """What this rank has of the large parameters, a few blocks at a time."""
-        for name in self.large:
-            if name in self.places:
-                index, whole = self.places[name]
-                for piece in whole.split(CHUNK):
-                    yield piece, self.flats[index].part(piece)
+        return (chunk for name in self.large for chunk in self.blocks(name, CHUNK))
 
     def _means(self, piece: Piece, dtype: torch.dtype) -> list[Tensor]:
         return [

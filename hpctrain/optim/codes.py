@@ -18,7 +18,7 @@ DECADES = 7
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The numbers in fp32 of uint8 codes, each with its scale."""
-    return table(signed, codes.device)[codes.int()].mul_(scales)
+    return table(signed, codes.device).index_select(0, codes.int()).mul_(scales)
 
 
 def encode(x: Tensor, scales: Tensor, signed: bool) -> Tensor:
@@ -26,11 +26,25 @@ def encode(x: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
     Of unsigned numbers only zero gets the code of zero: a square that was lost would let its mean take a huge step.
     """
-    values = table(signed, x.device)
-    middles = (values[1:] + values[:-1]) / 2
-    codes = torch.bucketize((x / scales.clamp(min=torch.finfo(torch.float32).tiny)).float(), middles, right=True)
-    codes = codes.to(torch.uint8)
+    below, middles = search(signed, x.device)
+    parts = (x / scales.clamp(min=torch.finfo(torch.float32).tiny)).float()
+    codes = below.index_select(0, parts.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF))
+    codes += parts >= middles.index_select(0, codes.int())
     return codes if signed else codes.clamp_(min=1).mul_(x > 0)
+
+
+@lru_cache
+def search(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For the 16 high bits of an fp32 number, the code of the least such number; and what begins the next code.
+
+    Numbers that have them in common are so near each other that at most one middle of two codes lies between them.
+    """
+    numbers = table(signed, torch.device("cpu"))
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    high = torch.arange(1 << 16, dtype=torch.int32) << 16
+    least = torch.minimum(high.view(torch.float32), (high | 0xFFFF).view(torch.float32))
+    codes = torch.bucketize(least.nan_to_num(), middles, right=True).to(torch.uint8)
+    return codes.to(device), torch.cat([middles, torch.tensor([torch.inf])]).to(device)
 
 
 @lru_cache

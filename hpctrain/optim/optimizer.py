@@ -8,7 +8,7 @@ rate and the step; so the shards of any cut, put together, are what one rank has
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.config import OptimConfig
 from hpctrain.errors import ShapeError
-from hpctrain.optim.flat import Flat
+from hpctrain.optim.flat import Flat, Piece
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,13 @@ class Optimizer(ABC):
         return [nothing] + [
             self.flats[index].part(piece) for index, piece in self.places.values() if wanted(self.entries[piece.name])
         ]
+
+    def blocks(self, name: str, every: int) -> Iterator[tuple[Piece, Flat]]:
+        """What this rank has of a parameter, cut at multiples of ``every`` of its elements, each as a flat tensor."""
+        if name in self.places:
+            index, whole = self.places[name]
+            for piece in whole.split(every):
+                yield piece, self.flats[index].part(piece)
 
     def spread(self, tensors: Sequence[Tensor]) -> list[State]:
         """One tensor for each flat, as the states of the parameters in it."""

@@ -49,6 +49,21 @@ def test_every_code_is_the_code_of_its_number_under_any_scale(signed):
         assert torch.equal(encode(decode(codes, scales, signed), scales, signed), codes)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_number_has_the_code_that_a_search_finds(signed):
+    """Every number of fp32 with its low bits at random, at their least and at their most, up to where codes end."""
+    make = torch.Generator().manual_seed(1)
+    high = torch.arange(1 << 16, dtype=torch.int32) << 16
+    low = torch.randint(0, 1 << 16, (6, 1 << 16), generator=make, dtype=torch.int32)
+    low[0], low[1] = 0, 0xFFFF
+    x = (high | low).view(torch.float32).view(-1)
+    numbers = table(signed, CPU)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat([x[x.abs() <= 1.0], middles, torch.nextafter(middles, torch.tensor(-1.0))])
+    x = x if signed else x[x > numbers[1]]
+    assert torch.equal(encode(x, torch.ones_like(x), signed).long(), torch.bucketize(x, middles, right=True))
+
+
 @given(st.integers(0, 2**32), st.floats(-20, 20), st.booleans())
 def test_a_number_comes_back_within_half_a_step_of_its_decade(seed, size, signed):
     x = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)) * 10.0**size
