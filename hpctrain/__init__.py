@@ -15,6 +15,7 @@ NOUNS = {
     "World": "hpctrain.cluster.world",
     "Group": "hpctrain.comm.group",
     "Groups": "hpctrain.comm.groups",
+    "shard": "hpctrain.parallel.zero",
 }
 
 __all__ = [*NOUNS, "__version__"]

@@ -17,7 +17,6 @@ from hpctrain.checkpoint.state import Held, State, dtype_name
 from hpctrain.cluster.devices import choose_device, threads
 from hpctrain.cluster.stop import listening
 from hpctrain.cluster.world import World
-from hpctrain.comm.group import SoloGroup
 from hpctrain.comm.groups import Groups
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
@@ -29,13 +28,16 @@ from hpctrain.optim.clip import global_norm, scale_
 from hpctrain.optim.optimizer import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.rate import rate
-from hpctrain.parallel.data import DataParallel
 from hpctrain.parallel.pipeline import Runner
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.recompute import recompute
+from hpctrain.parallel.zero import Sharded
+from hpctrain.plan.formats import FORMATS
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.plan import Plan, decide, lay
-from hpctrain.plan.weights import flops_per_token, weights
+from hpctrain.plan.units import REPLICA, SHARD, STAGES
+from hpctrain.plan.weights import flops_per_token
+from hpctrain.precision.fp8 import in_fp8
+from hpctrain.precision.scale import LossScale
 from hpctrain.watch.log import Log
 from hpctrain.watch.meter import Meter, measured_peak_flops, peak_memory_bytes
 
@@ -73,29 +75,32 @@ class Job:
 
     config: Config
     plan: Plan
-    data_parallel: DataParallel
+    sharded: Sharded
     optimizer: Optimizer
     runner: Runner
     meter: Meter
+    scale: LossScale
     state: State
     """Every tensor that a checkpoint keeps, by its name there."""
 
     @classmethod
     def build(cls, config: Config, plan: Plan, groups: Groups, device: torch.device) -> Job:
         """Make this rank's part of a run, with the weights of step 0. All ranks of the groups call it."""
-        dtype = getattr(torch, plan.dtype)
+        dtype, compute = (getattr(torch, name) for name in (plan.dtype, FORMATS[config.precision.compute].compute))
         model = Transformer(plan.shape).to(device=device, dtype=dtype)
         initialise(model, plan.shape, config.run.seed)
         recompute(model, config.train.recompute)
-        recompute(model, config.train.recompute)
-        decays = {weight.name: weight.decay for weight in weights(plan.shape)}
-        bucket_bytes = int(config.parallel.bucket_mib * 2**20)
-        data_parallel = DataParallel(model, decays, groups["dp"], bucket_bytes)
-        kind, alone = OPTIMIZERS[config.optim.kind], SoloGroup()  # all ranks have all
-        optimizer = kind(data_parallel.flats(), config.optim, alone, config.run.seed)
-        meter = Meter(device, flops_per_token(plan.shape), groups.whole.size * peak_flops(config, device, dtype))
-        runner = Runner(plan.schedule, model, data_parallel, groups["dp"], meter, config.run.seed)
-        return cls(config, plan, data_parallel, optimizer, runner, meter, state_of(plan, data_parallel, optimizer))
+        in_fp8(model.blocks, config.precision.fp8)
+        stage, everyone = STAGES[plan.zero], groups[REPLICA, SHARD]
+        inner, outer = groups[stage.axes], groups[stage.replicas]
+        sharded = Sharded(model, plan.units, stage, inner, outer, plan.gather_bytes, compute)
+        optimizer = OPTIMIZERS[config.optim.kind](sharded.flats(), config.optim, sharded.group, config.run.seed)
+        meter = Meter(device, flops_per_token(plan.shape), groups.whole.size * peak_flops(config, device, compute))
+        runner = Runner(plan.schedule, model, sharded, everyone, meter, config.run.seed)
+        scale = LossScale(config.precision)
+        state = {name: Held(*kept) for name, kept in sharded.state(optimizer).items()}
+        state |= {f"optim/{name}": Held(Layout(tuple(x.shape), dtype_name(x)), x) for name, x in scale.states().items()}
+        return cls(config, plan, sharded, optimizer, runner, meter, scale, state)
 
     def step(self, step: int, batches: Batches) -> dict[str, Any]:
         """Take one optimizer step and say how it went; ``step`` counts the steps before it. Collective."""
@@ -103,17 +108,19 @@ class Job:
         self.meter.restart()  # what was between the steps, such as a save, is no part of either
         with self.meter.phase("data"):
             microbatches = [m.to(device) for m in batches.part(step, group.rank, group.size)]
-        loss, tokens = self.runner.run(microbatches, step)
+        scale = self.scale.told()
+        loss, tokens = self.runner.run(microbatches, step, self.scale.value)
         with self.meter.phase("optimizer"):
-            gradients = [flat.gradient for flat in self.data_parallel.flats()]
-            norm = finite(global_norm(gradients), loss, step + 1)
-            scale_(gradients, norm, optim.clip)
-            now = rate(optim, step, self.config.train.steps)
-            self.optimizer.update(now, step)
+            gradients = [flat.gradient for flat in self.sharded.flats()]
+            self.scale.undo(gradients)
+            norm, now = global_norm(gradients, self.sharded.group), rate(optim, step, self.config.train.steps)
+            if not self.scale.skips(norm):
+                scale_(gradients, finite(norm, loss, step + 1), optim.clip)
+                self.optimizer.update(now, step)
         reading = self.meter.read(tokens)
         return {
             "loss": loss,
-            "norm": norm,
+            "norm": norm if math.isfinite(norm) else None,
             "rate": now,
             "tokens": tokens,
             "seconds": reading.seconds,
@@ -122,6 +129,7 @@ class Job:
             "mfu": reading.mfu,
             "phases": reading.phases,
             "peak_bytes": peak_memory_bytes(device),
+            **scale,
             **self.validation(step + 1, batches),
         }
 
@@ -163,20 +171,6 @@ def open_data(config: Config, groups: Groups) -> Batches:
         why = f"data.validation = {data.validation} of the tokens are less than {config.model.sequence} for one sample"
         raise ConfigError(what, why, "set data.validation higher, or train.validate_every to 0")
     return batches
-
-
-def state_of(plan: Plan, data_parallel: DataParallel, optimizer: Optimizer) -> State:
-    """Name every tensor that a run goes on from; all of them are views into the flat buckets."""
-    state: dict[str, Held] = {}
-    for bucket in data_parallel.buckets:
-        for slot in bucket.slots:
-            state[f"model/{slot.name}"] = Held(plan.layouts[slot.name], slot.of(bucket.flat.parameter))
-    for name, parts in optimizer.states().items():
-        for part in parts:
-            shape = tuple(part.tensor.shape) if part.whole else plan.layouts[part.parameter].shape
-            tensor = part.tensor.view(shape)
-            state[f"optim/{name}/{part.parameter}"] = Held(Layout(shape, dtype_name(tensor)), tensor)
-    return state
 
 
 def peak_flops(config: Config, device: torch.device, dtype: torch.dtype) -> float:

@@ -18,7 +18,7 @@ from hpctrain.config import Config, load
 from hpctrain.data.batch import Batches, MicroBatch
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
-from hpctrain.plan.plan import DTYPES
+from hpctrain.plan.formats import FORMATS
 from hpctrain.plan.weights import ModelShape, weights
 
 
@@ -27,7 +27,7 @@ class Ddp:
 
     def __init__(self, config: Config, shape: ModelShape, batches: Batches, process_group: dist.ProcessGroup) -> None:
         self.config, self.batches, self.group = config, batches, process_group
-        model = Transformer(shape).to(getattr(torch, DTYPES[config.precision.compute]))
+        model = Transformer(shape).to(getattr(torch, FORMATS[config.precision.compute].master))
         initialise(model, shape, config.run.seed)
         self.model = nn.parallel.DistributedDataParallel(
             _Loss(model), process_group=process_group, gradient_as_bucket_view=True

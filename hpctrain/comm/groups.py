@@ -48,6 +48,8 @@ class Groups:
     def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
         axes = (axes,) if isinstance(axes, str) else axes
         ranks = self.mesh.ranks(self.rank, *axes)
+        if len(ranks) == 1:
+            return self._by_ranks.setdefault(ranks, SoloGroup(self.rank, "+".join(axes) or "solo"))
         if ranks not in self._by_ranks:
             members = self._comm.group.Incl(ranks)
             self._keep(axes, ranks, self._comm.Create_group(members, _tag(axes)))

@@ -137,8 +137,18 @@ class TrainConfig(Section):
 class PrecisionConfig(Section):
     """The number formats."""
 
-    compute: Literal["fp32", "fp64"] = "fp32"
-    """Format of weights, activations and gradients. fp64 is for proofs of equality."""
+    compute: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    """Format of weights and activations where they multiply. Under bf16 and fp16 the optimizer updates fp32 masters
+    of the weights, and gradients are summed in fp32. fp64 is for proofs of equality."""
+    fp8: Literal["none", "tensor", "block"] = "none"
+    """Products of the blocks' linear maps in fp8: e4m3 forward, e5m2 for gradients. ``tensor`` has one scale a tensor,
+    ``block`` one for 1 x 128 activations and for 128 x 128 weights."""
+    scale: float = Field(65536.0, gt=0)
+    """The first loss scale under fp16."""
+    scale_interval: int = Field(1000, ge=1)
+    """Steps without an overflow that double the loss scale; an overflow halves it and leaves its step out."""
+    scale_floor: float = Field(1.0, gt=0)
+    """The smallest loss scale; an overflow at it ends the run."""
 
 
 class OptimConfig(Section):
@@ -196,8 +206,15 @@ class ParallelConfig(Section):
 
     dp: int | Auto = "auto"
     """Ranks that take different samples; ``auto`` uses all."""
-    bucket_mib: float = Field(25.0, gt=0)
-    """Gradients reduced together, in MiB; a bucket is reduced while the backward goes on."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What ranks share instead of each having it all: ``0`` nothing, ``1`` the optimizer's states, ``2`` gradients too,
+    ``3`` weights too."""
+    shard: int | None = Field(None, ge=1)
+    """Ranks that share one copy, under ``zero`` 1 to 3: so many neighbours, and each such group has a replica; all
+    ranks when not given."""
+    gather_mib: float | Auto = "auto"
+    """Weights of blocks alive at once under ``zero = 3``, in MiB, as far as one block fits; ``auto`` is twice the
+    largest block: one in use and one on its way."""
 
 
 class CheckpointConfig(Section):

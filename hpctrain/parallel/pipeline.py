@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +12,7 @@ from hpctrain.comm.group import Group
 from hpctrain.data.batch import MicroBatch
 from hpctrain.model.noise import Noise
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.data import DataParallel
+from hpctrain.parallel.zero import Sharded
 from hpctrain.schedule.action import Schedule
 from hpctrain.watch.meter import Meter
 
@@ -28,6 +27,8 @@ class Pass:
     """Targets that count in this step, over all ranks."""
     loss: Tensor
     """The sum so far, in fp64, on the group's device."""
+    scale: float
+    """What the loss is multiplied by before its backward, so that small gradients do not vanish."""
     waiting: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -38,22 +39,22 @@ class Runner:
     """
 
     def __init__(
-        self, schedule: Schedule, model: Transformer, data: DataParallel, group: Group, meter: Meter, seed: int
+        self, schedule: Schedule, model: Transformer, data: Sharded, group: Group, meter: Meter, seed: int
     ) -> None:
         self.model, self.data, self.group, self.meter, self.seed = model, data, group, meter, seed
         self.actions = schedule.ranks[0]
         self._last_backward = max(i for i, action in enumerate(self.actions) if action.op == "B")
 
-    def run(self, microbatches: Sequence[MicroBatch], step: int) -> tuple[float, int]:
+    def run(self, microbatches: Sequence[MicroBatch], step: int, scale: float = 1.0) -> tuple[float, int]:
         """Make the gradients of step ``step``; its mean loss and number of tokens over all ranks. Collective.
 
-        The mean is over the tokens of all ranks and micro-batches, so none weighs more for being shorter.
+        The mean is over the tokens of all ranks and micro-batches, so none weighs more for being shorter. Gradients
+        are ``scale`` times those of the mean loss.
         """
         self.data.begin()
-        now = Pass(step, microbatches, self._count(microbatches), self._zeros(()))
+        now = Pass(step, microbatches, self._count(microbatches), self._zeros(()), scale)
         for index, action in enumerate(self.actions):
-            with self.data.reducing() if index == self._last_backward else nullcontext():
-                self._OPS[action.op](self, now, action.microbatch)
+            self._OPS[action.op](self, now, action.microbatch, index == self._last_backward)
         with self.meter.phase("communication"):
             self.data.finish()
             self.group.all_reduce(now.loss)
@@ -69,16 +70,16 @@ class Runner:
         self.group.all_reduce(sums)
         return float(sums[0] / sums[1].clamp(min=1))
 
-    def _forward(self, now: Pass, microbatch: int) -> None:
+    def _forward(self, now: Pass, microbatch: int, last: bool) -> None:
         m = now.microbatches[microbatch]
         with self.meter.phase("forward"):
             loss, _ = self.model.loss(m.tokens, m.targets, m.documents, Noise(self.seed, now.step, m.samples))
         now.waiting[microbatch] = loss / max(now.tokens, 1)
 
-    def _backward(self, now: Pass, microbatch: int) -> None:
+    def _backward(self, now: Pass, microbatch: int, last: bool) -> None:
         loss = now.waiting.pop(microbatch)
-        with self.meter.phase("backward"):
-            loss.backward()
+        with self.meter.phase("backward"), self.data.reducing(last):
+            (loss * now.scale).backward()
         now.loss += loss.detach()
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> int:

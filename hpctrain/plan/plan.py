@@ -6,18 +6,21 @@ in the job, and every rank of a job computes the same plan.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.config import Config
 from hpctrain.errors import PlanError
+from hpctrain.plan.formats import FORMATS, Format
 from hpctrain.plan.layout import ITEMSIZE, Layout
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.topology import Topology
-from hpctrain.plan.weights import ModelShape, parameters, weights
+from hpctrain.plan.units import REPLICA, SHARD, STAGES, Member, Stage, Unit, arrange, choose, room
+from hpctrain.plan.weights import ModelShape, Weight, parameters, weights
 from hpctrain.schedule.action import Schedule, accumulate
 
-DTYPES = {"fp32": "float32", "fp64": "float64"}
+SHARED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,24 @@ class Plan:
     mesh: Mesh
     shape: ModelShape
     dtype: str
+    """Of what the optimizer updates; the weights that multiply may have another (``formats.py``)."""
     layouts: dict[str, Layout]
     """Of each parameter, by its name."""
+    units: tuple[Unit, ...]
+    """Parameters that are gathered, reduced and updated together."""
+    zero: int
+    """The stage of ZeRO: what the ranks share."""
+    gather_bytes: int
+    """Weights of blocks alive at once, where ranks share them."""
     schedule: Schedule
     bytes: dict[str, int]
-    """What one rank holds, in bytes: weights, gradients, optimizer."""
+    """What one rank holds, in bytes: weights, gradients, optimizer, and buffers for what comes and goes."""
     reasons: tuple[str, ...]
     """Why it is so, a sentence each."""
 
     def show(self) -> str:
         """The plan as lines for a person."""
-        held = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in self.bytes.items())
+        held = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in self.bytes.items() if size)
         return "\n".join((
             f"ranks     {self.topology.describe()}",
             f"mesh      {self.mesh}",
@@ -54,6 +64,7 @@ class Plan:
             "hosts": self.topology.to_json(),
             "shape": vars(self.shape),
             "dtype": self.dtype,
+            "zero": self.zero,
             "parameters": parameters(self.shape),
             "schedule": self.schedule.to_json(),
             "bytes": self.bytes,
@@ -62,7 +73,7 @@ class Plan:
 
 
 def lay(config: Config, topology: Topology) -> Mesh:
-    """The mesh of a run: today all ranks along one axis, dp. Refuses a batch that does not divide over it."""
+    """The mesh of a run: all ranks take other samples. Refuses a batch that does not divide over them."""
     ranks = len(topology.hosts)
     dp = ranks if config.parallel.dp == "auto" else config.parallel.dp
     if dp != ranks:
@@ -72,29 +83,66 @@ def lay(config: Config, topology: Topology) -> Mesh:
             f'start {dp} ranks, or set parallel.dp to {ranks} or "auto"',
         )
     _microbatches(config, dp)
-    return Mesh((("dp", dp),))
+    return Mesh(choose(config.parallel.zero, dp, config.parallel.shard))
 
 
 def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
     """Take every decision about a run; ``vocabulary`` is the tokenizer's number of tokens."""
     mesh = lay(config, topology)
     shape = ModelShape.of(config.model, vocabulary)
-    dtype = DTYPES[config.precision.compute]
-    microbatches = _microbatches(config, mesh.size("dp"))
-    size = parameters(shape) * ITEMSIZE[dtype]
+    format = FORMATS[config.precision.compute]
+    dtype, stage = format.master, STAGES[config.parallel.zero]
+    units = cut(weights(shape), dtype)
+    given = config.parallel.gather_mib
+    gather_bytes = room(units, format.compute, None if given == "auto" else int(given * 2**20))
     return Plan(
         topology=topology,
         mesh=mesh,
         shape=shape,
         dtype=dtype,
-        layouts={weight.name: Layout(weight.shape, dtype) for weight in weights(shape)},
-        schedule=accumulate(microbatches),
-        bytes={"weights": size, "gradients": size, "optimizer": 2 * size},
-        reasons=(
-            f"every rank takes other samples: dp = {mesh.size('dp')}",
-            f"train.batch = {config.train.batch} over dp = {mesh.size('dp')}, {config.train.microbatch} at once,"
-            f" is {microbatches} micro-batch{'es' * (microbatches > 1)} a rank",
-        ),
+        layouts={slot.name: unit.layout(slot, stage.axes, dtype) for unit in units for slot in unit.slots},
+        units=units,
+        zero=config.parallel.zero,
+        gather_bytes=gather_bytes,
+        schedule=accumulate(_microbatches(config, mesh.size(REPLICA, SHARD))),
+        bytes=_bytes(units, stage, mesh.size(*stage.axes), gather_bytes, format),
+        reasons=tuple(_reasons(config, mesh)),
+    )
+
+
+def cut(found: Iterable[Weight], dtype: str) -> tuple[Unit, ...]:
+    """The units of a model: its blocks, and what is around them."""
+    found = tuple(found)
+    blocks = {".".join(weight.name.split(".")[:2]) for weight in found if weight.name.startswith("blocks.")}
+    return arrange(Member.of(weight.name, weight.shape, weight.decay, dtype, blocks) for weight in found)
+
+
+def _bytes(units: tuple[Unit, ...], stage: Stage, sharers: int, gather_bytes: int, format: Format) -> dict[str, int]:
+    """Of the first rank, whose intervals are the largest."""
+    whole = sum(unit.total for unit in units)
+    own = sum(stop - start for start, stop in (unit.interval(sharers, 0) for unit in units))
+    held = [unit.total for unit in units if unit.held]
+    blocks = [unit.total for unit in units if not unit.held]
+    reduced = format.gradient_bytes(max(held, default=0) + 2 * max(blocks, default=0))
+    gathered = format.weight_bytes(sum(held)) + min(gather_bytes, format.weight_bytes(sum(blocks)))
+    return {
+        "weights": format.weight_bytes(own if stage.weights else whole) + format.master_bytes(own),
+        "gradients": format.gradient_bytes(own if stage.gradients else whole),
+        "optimizer": 2 * own * ITEMSIZE[format.master],
+        "buffers": stage.gradients * reduced + stage.weights * gathered,
+    }
+
+
+def _reasons(config: Config, mesh: Mesh) -> Iterator[str]:
+    ranks, batch = mesh.size(REPLICA, SHARD), config.train.batch
+    microbatches, sharers = _microbatches(config, ranks), mesh.size(*STAGES[config.parallel.zero].axes)
+    yield f"every rank takes other samples: dp = {ranks}"
+    if config.parallel.zero:
+        copies = f", and there are {ranks // sharers} copies" * (ranks > sharers)
+        yield f"parallel.zero = {config.parallel.zero}: {sharers} ranks share {SHARED[config.parallel.zero]}{copies}"
+    yield (
+        f"train.batch = {batch} over dp = {ranks}, {config.train.microbatch} at once,"
+        f" is {microbatches} micro-batch{'es' * (microbatches > 1)} a rank"
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 
 from hpctrain.cluster.world import World
+from hpctrain.comm.group import Group
 from hpctrain.comm.groups import Groups
 from hpctrain.config import Config, parse
 from hpctrain.data.batch import Batches
@@ -28,7 +29,6 @@ def small_config(folder: Path, *overrides: str) -> Config:
         "data": {"text": [str(folder / "corpus")], "tokenizer": "bytes", "validation": 0.1},
         "train": {"steps": 20, "batch": 8, "microbatch": 2},
         "optim": {"rate": 1e-2, "warmup": 3},
-        "parallel": {"bucket_mib": 0.004},
     }
     return parse(table, overrides)
 
@@ -51,6 +51,29 @@ def job(config: Config, comm: MPI.Comm) -> Iterator[tuple[Job, Batches]]:
     batches = open_data(config, groups)
     yield Job.build(config, decide(config, world.topology, batches.vocabulary), groups, torch.device("cpu")), batches
     groups.close()
+
+
+def course(config: Config, comm: MPI.Comm, steps: int) -> dict[str, torch.Tensor]:
+    """Losses and norms of the first steps, then all that a checkpoint keeps, and gradients, whole. Collective."""
+    with job(config, comm) as (run, batches):
+        values = [run.step(step, batches) for step in range(steps)]
+        told = torch.tensor([[value["loss"], value["norm"]] for value in values], dtype=torch.float64)
+        return {"loss and norm": told, **whole(run)}
+
+
+def whole(run: Job) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint keeps, and gradients, flat and whole. Collective over the ranks of a copy."""
+    held = {name: held.tensor.view(-1) for name, held in run.state.items()}
+    for part in run.sharded.parts:
+        held |= {f"gradient/{slot.name}": part.share(slot, part.gradient) for slot in part.unit.slots}
+    return {name: _joined(held[name], run.sharded.group) for name in sorted(held)}
+
+
+def _joined(piece: torch.Tensor, group: Group) -> torch.Tensor:
+    sizes = group.collect(piece.numel())
+    out = torch.empty(sum(sizes), dtype=piece.dtype)
+    group.all_gather(out, piece, sizes=sizes)
+    return out
 
 
 def shared_folder(comm: MPI.Comm, folder: Path) -> Path:

@@ -78,7 +78,63 @@ def test_the_bytes_are_those_of_weights_gradients_and_two_running_means(compute:
     found = decide(chosen, TWO_NODES, 300)
     whole = size * sum(w.size for w in weights(found.shape))
     assert found.dtype == dtype
-    assert found.bytes == {"weights": whole, "gradients": whole, "optimizer": 2 * whole}
+    assert found.bytes == {"weights": whole, "gradients": whole, "optimizer": 2 * whole, "buffers": 0}
+
+
+def zero(ranks: int, stage: int, **parallel: float) -> Plan:
+    table = {"model": {"layers": 3, "width": 16, "heads": 2, "sequence": 8}, "parallel": {"zero": stage, **parallel}}
+    return decide(parse(table), Topology(("node",) * ranks), 300)
+
+
+@pytest.mark.parametrize(("stage", "shared"), [(0, ""), (1, "o"), (2, "og"), (3, "ogw")])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_bytes_of_each_stage_are_those_of_the_zero_paper(stage: int, shared: str, ranks: int) -> None:
+    found = zero(ranks, stage)
+    whole = 4 * sum(w.size for w in weights(found.shape))
+    parts = {kind: 1 / ranks if kind in shared else 1 for kind in "wgo"}
+    expected = {"weights": whole * parts["w"], "gradients": whole * parts["g"], "optimizer": 2 * whole * parts["o"]}
+    assert {kind: found.bytes[kind] for kind in expected} == pytest.approx(expected, rel=0.02)
+    assert (found.bytes["buffers"] > 0) == (stage > 1)
+
+
+def test_masters_are_shared_with_the_states() -> None:
+    chosen = parse({"precision": {"compute": "bf16"}, "parallel": {"zero": 1}})
+    found = decide(chosen, Topology(("node",) * 4), 300)
+    whole = sum(w.size for w in weights(found.shape))
+    assert found.bytes["weights"] == pytest.approx(2 * whole + whole, rel=0.001)
+
+
+def test_ranks_that_share_a_copy_are_neighbours() -> None:
+    found = zero(8, 3, shard=2)
+    assert found.mesh == Mesh((("replica", 4), ("dp", 2)))
+    assert "parallel.zero = 3: 2 ranks share optimizer states, gradients and weights, and there are 4 copies" in (
+        found.reasons
+    )
+    assert found.layouts["head.norm.bias"].interval(found.mesh, 0) == (0, 0)
+    assert found.layouts["head.norm.bias"].interval(found.mesh, 1) == (0, 16)
+    assert zero(8, 3, shard=8).mesh == Mesh((("dp", 8),))
+
+
+@pytest.mark.parametrize(
+    ("stage", "shard", "lines"),
+    [
+        (0, 2, ["parallel.shard = 2 with parallel.zero = 0", "stage 0 shares nothing: every rank has its own copy",
+                "set parallel.zero to 1, 2 or 3, or leave parallel.shard out"]),
+        (2, 3, ["parallel.shard = 3 does not divide 4 data-parallel ranks",
+                "each copy of the model is shared by equally many ranks", "set parallel.shard to one of 1, 2, 4"]),
+    ],
+)  # fmt: skip
+def test_sharing_that_does_not_fit_is_refused(stage: int, shard: int, lines: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        zero(4, stage, shard=shard)
+    assert str(caught.value).split("\n  ") == lines
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0.0, 1), ("auto", 2), (1.0, None)])
+def test_there_is_room_for_one_block_at_least(given: object, expected: int | None) -> None:
+    found = zero(4, 3, gather_mib=given)
+    block = max(unit.total for unit in found.units if not unit.held) * 4
+    assert found.gather_bytes == (expected * block if expected else 2**20)
 
 
 def test_every_rank_decides_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Data parallelism: flat buckets, reduced in one order, and a mean over the tokens of all ranks."""
+"""Sharing a model: every stage gives the gradients and the mean over tokens that one rank has, in one fixed order."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group, Handle, SoloGroup
 from hpctrain.config import ModelConfig
 from hpctrain.data.batch import IGNORE, MicroBatch
+from hpctrain.errors import HpctrainError
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.data import DataParallel
 from hpctrain.parallel.pipeline import Runner
-from hpctrain.plan.weights import ModelShape, weights
+from hpctrain.parallel.zero import Sharded, shard
+from hpctrain.plan.weights import ModelShape
 from hpctrain.schedule.action import accumulate
 from hpctrain.watch.meter import PHASES, Meter
 from tests.support import threads
 
-LIMIT = 400  # bytes: a few of the parameters below
+STAGES = [0, 1, 2, 3]
 
 
 class Chain(nn.Module):
@@ -41,27 +40,22 @@ class Chain(nn.Module):
         return x.sum()
 
 
-def decays(model: nn.Module) -> dict[str, bool]:
-    return {name: parameter.dim() > 1 for name, parameter in model.named_parameters()}
-
-
-def parallel(model: nn.Module, group: Group, limit: int = LIMIT) -> DataParallel:
-    return DataParallel(model, decays(model), group, limit)
-
-
-def backward(data: DataParallel, *losses: Tensor) -> None:
+def backward(data: Sharded, *losses: Tensor) -> None:
     """One step over these losses."""
-    data.begin()
-    *first, last = losses
-    for loss in first:
-        loss.backward()
-    with data.reducing():
-        last.backward()
+    for number, loss in enumerate(losses, 1):
+        with data.reducing(last=number == len(losses)):
+            loss.backward()
     data.finish()
 
 
-def gradients(data: DataParallel) -> dict[str, Tensor]:
-    return {slot.name: slot.of(b.flat.gradient).clone() for b in data.buckets for slot in b.slots}
+def gradients(data: Sharded) -> dict[str, Tensor]:
+    """Every parameter's reduced gradient, whole. Collective."""
+    found = {}
+    for part in data.parts:
+        whole = torch.empty(part.unit.total, dtype=part.gradient.dtype)
+        data.group.all_gather(whole, part.gradient, sizes=part.sizes)
+        found |= {slot.name: part.place(slot, whole) for slot in part.unit.slots}
+    return found
 
 
 def plain(*uses: tuple[Tensor, Sequence[int]]) -> dict[str, Tensor]:
@@ -93,112 +87,99 @@ class Recorder(SoloGroup):
         return super()._all_reduce(x, op, later)
 
 
-# ---- buckets
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 30), st.booleans(), st.booleans()), min_size=1, max_size=20),
-    limit=st.integers(1, 500),
-)
-def test_buckets_hold_each_parameter_once_in_reverse_order_and_below_the_limit(sizes, limit: int) -> None:
-    model = nn.Module()
-    for number, (size, _, double) in enumerate(sizes):
-        value = torch.arange(float(size), dtype=torch.float64 if double else torch.float32)
-        model.register_parameter(f"p{number:02}", nn.Parameter(value))
-    kinds = {f"p{number:02}": (decay, double) for number, (_, decay, double) in enumerate(sizes)}
-    data = DataParallel(model, {name: decay for name, (decay, _) in kinds.items()}, SoloGroup(), limit)
-
-    held = [slot.name for bucket in data.buckets for slot in bucket.slots]
-    assert sorted(held) == sorted(kinds)
-    for kind in set(kinds.values()):
-        own = [name for name in held if kinds[name] == kind]
-        assert own == sorted(own, reverse=True)
-    for bucket in data.buckets:
-        (kind,) = {kinds[slot.name] for slot in bucket.slots}
-        assert (bucket.flat.decay, bucket.flat.parameter.dtype == torch.float64) == kind
-        assert len(bucket.slots) == 1 or bucket.flat.gradient.nbytes <= limit
-        assert [slot.start for slot in bucket.slots] == [0, *(slot.stop for slot in bucket.slots)][:-1]
-        assert bucket.slots[-1].stop == bucket.flat.parameter.numel() == bucket.flat.gradient.numel()
-
-
-def test_parameters_keep_their_values_and_become_views_of_their_bucket() -> None:
-    model, same = Chain(), Chain()
-    data = parallel(model, SoloGroup())
-    assert len(data.buckets) > 2
-    for (name, parameter), expected in zip(model.named_parameters(), same.parameters(), strict=True):
-        assert torch.equal(parameter, expected), name
-    for flat in data.flats():
-        flat.parameter.fill_(7.0)
-    assert all((parameter == 7.0).all() for parameter in model.parameters())
-
-
-def test_gradients_are_views_of_their_bucket() -> None:
-    model = Chain()
-    data = parallel(model, SoloGroup())
-    backward(data, *(model(x, range(6)) for x in inputs(2)))
-    for flat in data.flats():
-        flat.gradient.fill_(7.0)
-    assert all((parameter.grad == 7.0).all() for parameter in model.parameters())
-
-
-def test_frozen_parameters_are_in_no_bucket() -> None:
-    model = Chain()
-    model.layers[2].weight.requires_grad_(False)
-    assert "layers.2.weight" not in gradients(parallel(model, SoloGroup()))
-
-
 # ---- the step
 
 
-def test_micro_batches_add_up_and_the_step_before_is_forgotten() -> None:
-    model = Chain()
-    data = parallel(model, SoloGroup())
-    a, b, c = inputs(3)
-    backward(data, model(c, range(6)))
-    backward(data, model(a, range(6)), model(b, [0, 2]))
-    assert_equal(gradients(data), plain((a, range(6)), (b, [0, 2])))
-
-
-def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
-    model, group = Chain(), Recorder()
-    data = parallel(model, group)
-    model.layers[0].weight.register_post_accumulate_grad_hook(lambda _: group.events.append("first layer"))
+def step_of(data: Sharded, *uses: tuple[Tensor, Sequence[int]]) -> dict[str, Tensor]:
+    """The gradients of a step of these micro-batches."""
     data.begin()
-    model(inputs(1)[0], range(6)).backward()
+    backward(data, *(data.module(x, used) for x, used in uses))
+    return gradients(data)
+
+
+def test_weights_keep_their_values() -> None:
+    for stage in STAGES:
+        data = shard(Chain(), SoloGroup(), stage)
+        with data.whole() as model:
+            for (name, parameter), expected in zip(model.named_parameters(), Chain().parameters(), strict=True):
+                assert torch.equal(parameter, expected), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches_add_up_and_the_step_before_is_forgotten(stage: int) -> None:
+    data = shard(Chain(), SoloGroup(), stage)
+    a, b, c = inputs(3)
+    step_of(data, (c, range(6)))
+    found = step_of(data, (a, range(6)), (b, [0, 2]))
+    assert_equal(found, plain((a, range(6)), (b, [0, 2])))
+    assert all(parameter.grad is None for parameter in data.module.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_without_a_backward_has_no_gradient(stage: int) -> None:
+    data = shard(Chain(), SoloGroup(), stage)
+    step_of(data, (inputs(1)[0], range(6)))
+    data.begin()
+    data.finish()
+    assert all((gradient == 0).all() for gradient in gradients(data).values())
+
+
+def test_a_unit_is_reduced_while_the_backward_goes_on() -> None:
+    model, group = Chain(), Recorder()
+    data = shard(model, group, 0)
+    model.layers[0].weight.register_post_accumulate_grad_hook(lambda _: group.events.append("first layer"))
+    x = inputs(1)[0]
+    data.begin()
+    with data.reducing(last=False):
+        model(x, range(6)).backward()
     assert group.events == ["first layer"]  # nothing is reduced before the last backward
     group.events.clear()
     with data.reducing():
-        model(inputs(1)[0], range(6)).backward()
-        assert len(group.events) == len(data.buckets) + 1
-    assert group.events.index("first layer") >= len(data.buckets) - 2  # all but the last matrices and vectors
+        model(x, range(6)).backward()
+        assert len(group.events) == 7
+    assert group.events.index("first layer") >= 5
 
 
-def test_every_bucket_is_reduced_once_whatever_was_used() -> None:
+def test_every_unit_is_reduced_once_whatever_was_used() -> None:
     group = Recorder()
-    model = Chain()
-    data = parallel(model, group)
+    data = shard(Chain(), group, 0)
     for used in (range(6), [0], [5, 1]):
         group.events.clear()
-        backward(data, model(inputs(1)[0], used))
-        assert group.events == [bucket.flat.gradient.numel() for bucket in data.buckets]
+        step_of(data, (inputs(1)[0], used))
+        assert group.events == [20] * 6
 
 
-USED = {"all": [range(6)] * 3, "different ones": [[0, 3], [5, 1], [2]], "half on one": [range(6), [1], [1]]}
+def test_a_second_gradient_on_its_way_is_refused() -> None:
+    model = Chain()
+    data = shard(model, SoloGroup(), 2)
+    data.begin()
+    with pytest.raises(HpctrainError, match="bias got a second gradient.*\n.*\n  put one backward in each"):
+        with data.reducing():
+            model(inputs(1)[0], range(6)).backward()
+            model(inputs(1)[0], range(6)).backward()
 
 
-@pytest.mark.parametrize("used", USED.values(), ids=USED)
-def test_gradients_are_the_sum_over_the_ranks_also_where_some_parameters_are_not_used(used) -> None:
+USED = {
+    "all": [range(6)] * 3,
+    "twice": [[0, 1, 0, 2, 1]] * 3,
+    "not all": [[4, 2]] * 3,
+    "different ones": [[0, 3], [5, 1], [2]],
+    "half on one": [range(6), [1], [1]],
+}
+ALIKE = ("all", "twice", "not all")  # stage 3 has every rank use the same units, in one order
+
+
+@pytest.mark.parametrize(("used", "stage"), [(u, s) for u in USED for s in STAGES if s < 3 or u in ALIKE])
+def test_gradients_are_the_sum_over_the_ranks_also_where_some_parameters_are_not_used(used: str, stage: int) -> None:
     xs = inputs(6)
 
     def act(group: Group) -> dict[str, Tensor]:
-        model = Chain()
-        data = parallel(model, group)
-        backward(data, model(xs[5], range(6)))  # so that there is something to forget
-        own = used[group.rank]
-        backward(data, model(xs[2 * group.rank], own), model(xs[2 * group.rank + 1], own))
-        return gradients(data)
+        data = shard(Chain(), group, stage)
+        step_of(data, (xs[5], range(6)))  # so that there is something to forget
+        own = USED[used][group.rank]
+        return step_of(data, (xs[2 * group.rank], own), (xs[2 * group.rank + 1], own))
 
-    expected = plain(*((xs[2 * rank + half], used[rank]) for rank in range(3) for half in range(2)))
+    expected = plain(*((xs[2 * rank + half], USED[used][rank]) for rank in range(3) for half in range(2)))
     for found in threads.run(3, act):
         assert_equal(found, expected)
 
@@ -215,7 +196,10 @@ class Priced(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: None, noise: object = None) -> tuple[Tensor, Tensor]:
         counts = targets != IGNORE
-        return (self.weight * tokens * counts).sum(), counts.sum()
+        return self(tokens * counts), counts.sum()
+
+    def forward(self, prices: Tensor) -> Tensor:
+        return (self.weight * prices).sum()
 
 
 def priced(*prices: float | None) -> MicroBatch:
@@ -225,16 +209,16 @@ def priced(*prices: float | None) -> MicroBatch:
     return MicroBatch(tokens, targets, None, (0,))
 
 
-def step(dealt: Sequence[Sequence[MicroBatch]]) -> list[tuple[float, int, float, float]]:
+def step(dealt: Sequence[Sequence[MicroBatch]], stage: int) -> list[tuple[float, int, float, float]]:
     """What each rank finds for its micro-batches: mean loss, tokens, gradient, and mean loss without gradients."""
 
     def act(group: Group) -> tuple[float, int, float, float]:
         model = Priced()
-        data = DataParallel(model, {"weight": False}, group, LIMIT)
+        data = shard(model, group, stage)
         mine = dealt[group.rank]
         runner = Runner(accumulate(len(mine)), model, data, group, Meter(torch.device("cpu"), 1.0, 1.0), seed=0)
         loss, tokens = runner.run(mine, 0)
-        return loss, tokens, float(data.flats()[0].gradient), runner.evaluate(mine)
+        return loss, tokens, float(gradients(data)["weight"]), runner.evaluate(mine)
 
     return threads.run(len(dealt), act)
 
@@ -243,18 +227,20 @@ A, B = priced(4.0, None, None, None), priced(0.0, 0.0, 0.0, None)
 DEALT = {"in micro-batches": [[A, B]], "over ranks": [[A], [B]], "over both": [[A, B], [B, A]]}
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dealt", DEALT.values(), ids=DEALT)
-def test_the_mean_is_over_tokens_and_not_over_means(dealt) -> None:
+def test_the_mean_is_over_tokens_and_not_over_means(dealt, stage: int) -> None:
     tokens = 4 * sum(map(len, dealt)) // 2
-    assert step(dealt) == [(1.0, tokens, 1.0, 1.0)] * len(dealt)
+    assert step(dealt, stage) == [(1.0, tokens, 1.0, 1.0)] * len(dealt)
 
 
-def test_a_rank_without_any_token_that_counts_changes_nothing() -> None:
-    assert step([[priced(None, None)], [priced(4.0, 2.0)]]) == [(3.0, 2, 3.0, 3.0)] * 2
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_without_any_token_that_counts_changes_nothing(stage: int) -> None:
+    assert step([[priced(None, None)], [priced(4.0, 2.0)]], stage) == [(3.0, 2, 3.0, 3.0)] * 2
 
 
 def test_a_step_without_any_token_that_counts_has_no_loss_and_no_gradient() -> None:
-    assert step([[priced(None)], [priced(None)]]) == [(0.0, 0, 0.0, 0.0)] * 2
+    assert step([[priced(None)], [priced(None)]], 3) == [(0.0, 0, 0.0, 0.0)] * 2
 
 
 # ---- a real model
@@ -272,13 +258,13 @@ def sample_batch(rows: Sequence[int]) -> MicroBatch:
     return MicroBatch(tokens[list(rows), :-1], targets[list(rows)], None, tuple(rows))
 
 
-def of_transformer(dealt: Sequence[Sequence[Sequence[int]]]) -> tuple[float, dict[str, Tensor]]:
+def of_transformer(dealt: Sequence[Sequence[Sequence[int]]], stage: int = 0) -> tuple[float, dict[str, Tensor]]:
     """The loss and the gradients of a step whose samples are dealt to ranks and micro-batches like this."""
 
     def act(group: Group) -> tuple[float, dict[str, Tensor]]:
         model = Transformer(SHAPE).double()
         initialise(model, SHAPE, seed=5)
-        data = DataParallel(model, {weight.name: weight.decay for weight in weights(SHAPE)}, group, 1000)
+        data = shard(model, group, stage)
         mine = [sample_batch(rows) for rows in dealt[group.rank]]
         meter = Meter(torch.device("cpu"), 1.0, 1.0)
         loss, _ = Runner(accumulate(len(mine)), model, data, group, meter, seed=5).run(mine, step=2)
@@ -298,8 +284,9 @@ def of_transformer(dealt: Sequence[Sequence[Sequence[int]]]) -> tuple[float, dic
         [[[0], [1]], [[2], [3]], [[4], [5]], [[7], [6]]],
     ],
 )
-def test_however_samples_are_dealt_to_ranks_and_micro_batches_the_gradients_are_equal(dealt) -> None:
-    loss, found = of_transformer(dealt)
+@pytest.mark.parametrize("stage", STAGES)
+def test_however_samples_are_dealt_to_ranks_and_micro_batches_the_gradients_are_equal(dealt, stage: int) -> None:
+    loss, found = of_transformer(dealt, stage)
     expected_loss, expected = of_transformer([[range(4), range(4, 8)]])
     assert abs(loss - expected_loss) < 1e-12
     assert_equal(found, expected)

@@ -1,0 +1,208 @@
+"""Part: a unit of parameters on this rank, and where its memory lies.
+
+The ``nn.Parameter`` of each slot is a view into the unit's flat weights. A rank owns an interval of them: what it
+updates, and whose reduced gradient it has. Where memory lies is up to the groups: weights that every rank of a node
+keeps whole are one memory for all of them where that can be, and then a gather moves nothing; gradients lie in windows
+that the ranks of a node reduce without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.comm.group import Group, Handle
+from hpctrain.optim.flat import Flat, Piece
+from hpctrain.plan.units import Slot, Stage, Unit
+from hpctrain.precision.masters import Masters, wide
+
+ALIGN_BYTES = 64  # units begin on a cache line
+
+Make = Callable[[int, torch.dtype], Tensor]
+
+
+@dataclass(eq=False)
+class Part:
+    """A unit on this rank; live: its weights come and go, and it counts the gradients that have come."""
+
+    unit: Unit
+    parameters: Mapping[str, nn.Parameter]
+    sizes: tuple[int, ...]
+    """Elements of each rank's interval."""
+    start: int
+    """Where this rank's own interval begins."""
+    full: Tensor
+    """All weights; without memory while they are away."""
+    own: Tensor
+    """This rank's interval of the weights."""
+    masters: Masters
+    """The own interval in the format in which it is updated."""
+    gradient: Tensor
+    """The own interval of the reduced gradients."""
+    buffer: Tensor | None
+    """All gradients, as they come; None while there is no memory for them."""
+    pooled: Tensor | None = None
+    """The lent memory that ``buffer`` is in."""
+    whole: bool = False
+    """Whether all weights are here, or on their way."""
+    busy: bool = False
+    """Whether its backward goes on; a forward then is a second one, made inside of it."""
+    gathering: Handle = field(default_factory=Handle)
+    reducing: Handle = field(default_factory=Handle)
+    stale: set[str] = field(default_factory=set)
+    """Names whose place in ``buffer`` holds nothing of this step."""
+    missing: set[str] = field(default_factory=set)
+    """Names whose gradient has not come in this backward."""
+    reduced: bool = False
+    """Whether ``gradient`` holds something of this step."""
+
+    @property
+    def names(self) -> set[str]:
+        return {slot.name for slot in self.unit.slots}
+
+    @property
+    def stop(self) -> int:
+        """Where this rank's own interval ends."""
+        return self.start + self.own.numel()
+
+    @property
+    def master(self) -> Tensor:
+        """What the optimizer updates."""
+        return self.masters.tensors[0]
+
+    def place(self, slot: Slot, whole: Tensor) -> Tensor:
+        """A parameter's elements in a tensor of the whole unit, in the parameter's shape."""
+        return whole[slot.start : slot.stop].view(slot.shape)
+
+    def share(self, slot: Slot, own: Tensor) -> Tensor:
+        """A parameter's elements in a tensor of the own interval: none, a run of them, or all."""
+        start, stop = (min(max(edge, self.start), self.stop) - self.start for edge in (slot.start, slot.stop))
+        return own[start:stop]
+
+    def flats(self) -> list[Flat]:
+        """What is to be updated, with and without decay; the same kinds on every rank, perhaps without an element."""
+        edge = min(max(self.unit.decayed, self.start), self.stop) - self.start
+        kinds = sorted({slot.decay for slot in self.unit.slots}, reverse=True)
+        bounds = {True: (0, edge), False: (edge, self.own.numel())}
+        return [self._flat(kind, *bounds[kind]) for kind in kinds]
+
+    def _flat(self, decay: bool, first: int, last: int) -> Flat:
+        pieces = []
+        for slot in self.unit.slots:
+            start, stop = max(slot.start, self.start + first), min(slot.stop, self.start + last)
+            if slot.decay == decay and start < stop:
+                offset = self.start + first
+                pieces.append(Piece(slot.name, slot.shape, start - slot.start, start - offset, stop - offset))
+        return Flat(self.master[first:last], self.gradient[first:last], decay, tuple(pieces))
+
+    def show(self) -> None:
+        """Give the weights their memory back."""
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        self.bind()
+
+    def bind(self) -> None:
+        """Make every parameter a view of the weights."""
+        for slot in self.unit.slots:
+            self.parameters[slot.name].data = self.place(slot, self.full)
+
+    def hide(self) -> None:
+        """Take the weights' memory away. Views that a graph saved are whole again when the weights come back."""
+        nothing = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)
+        for slot in self.unit.slots:
+            self.parameters[slot.name].data = nothing.expand(slot.shape)  # a read finds NaN, not somebody's memory
+        self.full.untyped_storage().resize_(0)
+
+
+def build(
+    units: Sequence[Unit],
+    parameters: Mapping[str, nn.Parameter],
+    stage: Stage,
+    inner: Group,
+    outer: Group,
+    compute: torch.dtype | None,
+) -> list[Part]:
+    """Move parameters into flat memory. ``inner`` shares the units, ``outer`` has replicas. Collective over both."""
+    formats = [compute or parameters[unit.slots[0].name].dtype for unit in units]
+    devices = [parameters[unit.slots[0].name].device for unit in units]
+    place = _Place(units, devices, inner)
+    fulls = place.apart(formats) if stage.weights else place.arena(formats, _common(inner))
+    owns = place.owned(formats) if stage.weights else place.cut(fulls)
+    near = inner if inner.size > 1 else outer  # whose ranks read the gradients
+    widths = [wide(format) for format in formats]
+    buffers = [None] * len(units) if stage.gradients else place.arena(widths, near.buffer)
+    gradients = [torch.zeros_like(own, dtype=width) for own, width in zip(owns, widths, strict=True)] \
+        if stage.gradients else place.cut(buffers)  # fmt: skip
+    made = []
+    for unit, full, own, gradient, buffer in zip(units, fulls, owns, gradients, buffers, strict=True):
+        mine = {slot.name: parameters[slot.name] for slot in unit.slots}
+        made.append(_part(unit, mine, inner, full, own, gradient, buffer))
+        made[-1].hide() if stage.weights else made[-1].bind()
+    return made
+
+
+def _part(unit, parameters, inner: Group, full: Tensor, own: Tensor, gradient: Tensor, buffer: Tensor | None) -> Part:
+    """A unit whose own interval has the values of the parameters; only that, since others may share the memory."""
+    bounds = [unit.interval(inner.size, rank) for rank in range(inner.size)]
+    start, stop = bounds[inner.rank]
+    values = [_values(parameters[slot.name], slot, start, stop) for slot in unit.slots]
+    masters = Masters([own], [torch.cat(values)])
+    return Part(unit, parameters, tuple(b - a for a, b in bounds), start, full, own, masters, gradient, buffer)
+
+
+def _values(parameter: nn.Parameter, slot: Slot, start: int, stop: int) -> Tensor:
+    """The parameter's elements in [start, stop) of its unit, in row-major order whatever its strides are."""
+    first, last = (min(max(edge, slot.start), slot.stop) - slot.start for edge in (start, stop))
+    return parameter.detach().reshape(-1)[first:last]
+
+
+class _Place:
+    """Where the memory of all units is to lie."""
+
+    def __init__(self, units: Sequence[Unit], devices: Sequence[torch.device], inner: Group) -> None:
+        self.totals = [unit.total for unit in units]
+        self.bounds = [unit.interval(inner.size, inner.rank) for unit in units]
+        self.largest = [stop - start for start, stop in (unit.interval(inner.size, 0) for unit in units)]
+        self.devices, self.inner = devices, inner
+
+    def apart(self, formats: Sequence[torch.dtype]) -> list[Tensor]:
+        """Memory that can be taken from each unit alone."""
+        rows = zip(self.totals, formats, self.devices, strict=True)
+        return [torch.empty(total, dtype=format, device=device) for total, format, device in rows]
+
+    def arena(self, formats: Sequence[torch.dtype], make: Make) -> list[Tensor]:
+        """One memory for all units of a format."""
+        return self._laid(self.totals, formats, make)
+
+    def owned(self, formats: Sequence[torch.dtype]) -> list[Tensor]:
+        """Memory for the own intervals, from which the other ranks gather."""
+        laid = self._laid(self.largest, formats, self.inner.buffer)
+        return [memory[: stop - start] for memory, (start, stop) in zip(laid, self.bounds, strict=True)]
+
+    def cut(self, memories: Sequence[Tensor]) -> list[Tensor]:
+        """The own intervals of memory for whole units."""
+        return [memory[start:stop] for memory, (start, stop) in zip(memories, self.bounds, strict=True)]
+
+    def _laid(self, sizes: Sequence[int], formats: Sequence[torch.dtype], make: Make) -> list[Tensor]:
+        laid: dict[int, Tensor] = {}
+        for key in dict.fromkeys(zip(formats, self.devices, strict=True)):
+            chosen = [i for i, own in enumerate(zip(formats, self.devices, strict=True)) if own == key]
+            lengths = [_rounded(sizes[i], key[0]) for i in chosen]
+            memory = make(sum(lengths), key[0]).to(key[1])
+            laid |= {i: part[: sizes[i]] for i, part in zip(chosen, memory.split(lengths), strict=True)}
+        return [laid[i] for i in range(len(sizes))]
+
+
+def _common(group: Group) -> Make:
+    def make(numel: int, dtype: torch.dtype) -> Tensor:
+        memory = group.common(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=group.device) if memory is None else memory
+
+    return make
+
+
+def _rounded(size: int, dtype: torch.dtype) -> int:
+    step = max(1, ALIGN_BYTES // dtype.itemsize)
+    return -(-size // step) * step
