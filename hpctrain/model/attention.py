@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.out = Gather(shape.heads * shape.head_dim, shape.width, shape.bias)
 
     def forward(self, x_BTD: Tensor, allowed_B1TT: Tensor | None) -> Tensor:
-        """``allowed`` says which token sees which; None for every token before it, the quickest way."""
+        """``allowed`` is added to the scores; None for every token seeing those before it, the quickest way."""
         x_BTD = self.norm(x_BTD)
         q_BTHE, k_BTHE, v_BTHE = (
             part(x_BTD).unflatten(-1, (-1, self.head_dim)) for part in (self.query, self.key, self.value)
@@ -56,10 +56,14 @@ class Core(nn.Module):
         return y_BHTE.transpose(1, 2).flatten(2)
 
 
-def within_documents(documents_BT: Tensor) -> Tensor:
-    """Which token (dim 2) may see which (dim 3): those of its own document, up to itself."""
+def within_documents(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a token (dim 2) may see another (dim 3), those of its own document up to itself; else minus infinity.
+
+    Numbers, as the kernels would make them of a mask of booleans, in each layer anew, and keep them all.
+    """
     same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return same_BTT.tril_()[:, None]
+    allowed_BTT = torch.zeros(same_BTT.shape, dtype=dtype, device=documents_BT.device)
+    return allowed_BTT.masked_fill_(same_BTT.tril_().logical_not_(), -torch.inf)[:, None]
 
 
 def rotate(x_BTHE: Tensor, base: float) -> Tensor:

@@ -40,7 +40,22 @@ class Noise:
         for keep_TD, sample in zip(keep_BTD, self.samples, strict=True):
             generator.manual_seed(number(self.seed, "dropout", self.step, site, sample))
             keep_TD.bernoulli_(1 - rate, generator=generator)
-        return x_BTD * keep_BTD.to(x_BTD.dtype).div_(1 - rate)
+        return _Drop.apply(x_BTD, keep_BTD, 1 - rate)
+
+
+class _Drop(torch.autograd.Function):
+    """The product with a mask; keeps a byte an element, where autograd would keep the mask as it multiplies."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, keep: Tensor, part: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.part = part
+        return x * keep.to(x.dtype).div_(part)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        (keep,) = ctx.saved_tensors
+        return gradient * keep.to(gradient.dtype).div_(ctx.part), None, None
 
 
 class Dropout(nn.Module):

@@ -52,8 +52,8 @@ class Transformer(nn.Module):
         return cross_entropy(hidden_BTD.flatten(0, 1), self._head_weight, targets_BT.flatten())
 
     def _hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None) -> Tensor:
-        allowed_B1TT = None if documents_BT is None else within_documents(documents_BT)
         x_BTD = self.embed(tokens_BT, noise)
+        allowed_B1TT = None if documents_BT is None else within_documents(documents_BT, x_BTD.dtype)
         for block in self.blocks.values():
             x_BTD = block(x_BTD, allowed_B1TT, noise)
         return self.head(x_BTD)

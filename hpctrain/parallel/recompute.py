@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +40,17 @@ def again(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def aside(module: nn.Module) -> Callable[..., Tensor]:
-    """The module's forward, keeping what the backward needs in the host's memory."""
+    """The module's forward, keeping what the backward needs in the host's memory.
+
+    The module's first input is its own; what else it is given all modules share, and it stays where it is.
+    """
     forward = module.forward
 
-    def laid_aside(*inputs):
-        store = Aside({parameter.untyped_storage().data_ptr() for parameter in module.parameters()})
+    def laid_aside(x: Tensor, *shared: Any) -> Tensor:
+        stay = (*module.parameters(), *(one for one in shared if isinstance(one, Tensor)))
+        store = Aside({one.untyped_storage().data_ptr() for one in stay})
         with saved_tensors_hooks(store.put, store.get):
-            return forward(*inputs)
+            return forward(x, *shared)
 
     return laid_aside
 
@@ -83,7 +88,7 @@ class Aside:
 
     Tensors that share memory are copied once: what one layer gives and the next one takes is saved by both. So
     that memory which is used again is not taken for what lay there before, the tensors of this forward stay until it
-    ends. What lies in ``here`` (the weights) is kept as it is, as are masks, which all blocks share.
+    ends. What lies in ``here`` is kept as it is.
     """
 
     def __init__(self, here: set[int]) -> None:
@@ -93,7 +98,7 @@ class Aside:
     def put(self, tensor: Tensor) -> Tensor | tuple:
         """What is saved in the tensor's place."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._here or not tensor.is_floating_point():
+        if storage.data_ptr() in self._here:
             return tensor
         if storage.data_ptr() not in self._copies:
             self._copies[storage.data_ptr()] = storage, Copy(storage)

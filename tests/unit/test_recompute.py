@@ -105,6 +105,12 @@ def test_each_kind_keeps_fewer_bytes_than_the_one_before() -> None:
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
 
 
+def test_a_mask_is_kept_once_for_all_blocks() -> None:
+    model, documents = model_of("none"), torch.zeros(3, LENGTH, dtype=torch.int64)
+    more = kept_bytes(lambda: loss_of(model, documents), model) - kept_bytes(lambda: loss_of(model), model)
+    assert more == 3 * LENGTH * LENGTH * 4
+
+
 def test_a_recomputed_block_keeps_its_input_alone() -> None:
     models = {kind: model_of(kind, family="llama") for kind in ("full", "offload")}
     kept = {kind: kept_bytes(lambda model=model: loss_of(model), model) for kind, model in models.items()}
@@ -127,10 +133,26 @@ def test_memory_that_two_tensors_share_is_laid_aside_once() -> None:
     assert store.put(x)[0] is store.put(x.t())[0]
 
 
-def test_weights_and_masks_are_not_laid_aside() -> None:
-    weight, mask = torch.ones(3), torch.ones(3, dtype=torch.bool)
+def test_what_is_to_stay_is_not_laid_aside() -> None:
+    weight = torch.ones(3)
     store = Aside({weight.untyped_storage().data_ptr()})
-    assert store.put(weight[1:]).data_ptr() == weight[1:].data_ptr() and store.put(mask) is mask
+    assert store.put(weight[1:]).data_ptr() == weight[1:].data_ptr()
+
+
+def test_the_mask_that_all_blocks_share_stays_and_those_of_dropout_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, stayed, went = Aside.put, set(), []
+
+    def told(self: Aside, tensor: torch.Tensor) -> torch.Tensor | tuple:
+        saved = put(self, tensor)
+        if saved is tensor and tensor.shape[-1] == LENGTH:
+            stayed.add((tensor.data_ptr(), tensor.numel()))
+        if saved is not tensor and tensor.dtype == torch.bool:
+            went.append(tuple(tensor.shape))
+        return saved
+
+    monkeypatch.setattr(Aside, "put", told)
+    loss_of(model_of("offload"), torch.zeros(3, LENGTH, dtype=torch.int64))
+    assert [size for _, size in stayed] == [3 * LENGTH * LENGTH] and went == [(3, LENGTH, 32)] * 8
 
 
 def test_parameters_keep_their_names_and_validation_its_loss() -> None:
