@@ -39,7 +39,7 @@ RECIPES = {
 }
 
 
-def use(blocks: nn.Module, recipe: str) -> None:
+def in_fp8(blocks: nn.Module, recipe: str) -> None:
     """Let the linear maps inside take their products in fp8; ``recipe`` is a value of ``precision.fp8``."""
     if recipe != "none":
         for module in blocks.modules():

@@ -24,10 +24,10 @@ from hpctrain.precision.fp8 import (
     Quantised,
     cast,
     emulated_product,
+    in_fp8,
     linear,
     powers,
     scaled_product,
-    use,
 )
 
 FORMS = [FORWARD, GRADIENT]
@@ -177,7 +177,7 @@ def test_only_the_blocks_linear_maps_are_in_fp8_and_all_of_them(recipe: str) -> 
     shape = ModelShape.of(ModelConfig(family="llama", layers=2, width=32, heads=4, sequence=8), 50)
     model = Transformer(shape)
     initialise(model, shape, 1)
-    use(model.blocks, recipe)
+    in_fp8(model.blocks, recipe)
     maps = {name for name, part in model.named_modules() if isinstance(part, Spread | Gather)}
     changed = {name for name in maps if model.get_submodule(name).product is not torch.nn.functional.linear}
     assert maps - changed == {"head.logits"} and len(changed) == 14
@@ -188,5 +188,5 @@ def test_only_the_blocks_linear_maps_are_in_fp8_and_all_of_them(recipe: str) -> 
 
 def test_without_a_recipe_nothing_changes() -> None:
     part = Spread(4, 4, bias=False)
-    use(part, "none")
+    in_fp8(part, "none")
     assert part.product is torch.nn.functional.linear
