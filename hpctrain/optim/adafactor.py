@@ -23,7 +23,6 @@ from hpctrain.optim.optimizer import Entry, Optimizer, State
 SQUARE_DECAY = -0.8  # the mean of squares takes in a part of t^-0.8 of step t
 SMALLEST = 1e-3  # parameters smaller than this move as if they were as large
 THRESHOLD = 1.0  # steps whose root mean square is larger are scaled down to it
-CHUNK = 1 << 16  # elements worked on at once
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,9 @@ class Adafactor(Optimizer):
 
     def __init__(self, flats: Sequence[Flat], config: OptimConfig, group: Group, seed: int = 0) -> None:
         super().__init__(flats, config, group, seed)
-        like = self.flats[0].parameter
         matrices = [entry for entry in self.entries.values() if len(entry.shape) > 1]
-        self.row = {entry.name: like.new_zeros(entry.shape[:-1]) for entry in matrices}
-        self.column = {entry.name: like.new_zeros(column_shape(entry)) for entry in matrices}
+        self.row = {entry.name: self.like.new_zeros(entry.shape[:-1]) for entry in matrices}
+        self.column = {entry.name: self.like.new_zeros(column_shape(entry)) for entry in matrices}
         self.square = {name: torch.zeros_like(self.here(name)) for name in self.entries if name not in self.row}
         self._numbers = {name: number for number, name in enumerate(self.entries)}
 
@@ -87,14 +85,14 @@ class Adafactor(Optimizer):
     def _empty_sums(self) -> Sums:
         rows, columns = ([x.numel() for x in kept.values()] for kept in (self.row, self.column))
         sizes = [sum(rows), sum(columns), len(self.entries)]
-        total = self.flats[0].parameter.new_zeros(sum(sizes), dtype=torch.float64)
+        total = self.like.new_zeros(sum(sizes), dtype=torch.float64)
         row, column, weight = total.split(sizes)
         by_name = [dict(zip(self.row, x.split(n), strict=True)) for x, n in ((row, rows), (column, columns))]
         return Sums(total, *by_name, weight)
 
     def _direction_sizes(self, rows: dict[str, Tensor]) -> list[float]:
         """The root mean square of each parameter's direction, over all its elements."""
-        squares = self.flats[0].parameter.new_zeros(len(self.entries), dtype=torch.float64)
+        squares = self.like.new_zeros(len(self.entries), dtype=torch.float64)
         for piece, flat in self._chunks():
             squares[self._numbers[piece.name]] += _squared(self._direction(piece, flat.gradient, rows))
         self.group.all_reduce(squares)
@@ -129,7 +127,7 @@ class Adafactor(Optimizer):
         """What this rank has, a few rows at a time: they stay in a core's cache."""
         for name, entry in self.entries.items():
             width = entry.shape[-1] if name in self.row else 1
-            yield from self.blocks(name, width * max(1, CHUNK // max(width, 1)))
+            yield from self.blocks(name, width * max(1, self.chunk // max(width, 1)))
 
 
 def column_shape(entry: Entry) -> tuple[int, ...]:

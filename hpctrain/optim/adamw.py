@@ -16,7 +16,7 @@ from hpctrain.comm.group import Group
 from hpctrain.config import OptimConfig
 from hpctrain.optim.flat import Flat
 from hpctrain.optim.optimizer import Optimizer, State
-from hpctrain.optim.rounding import BLOCK, random_bits, round_
+from hpctrain.optim.rounding import random_bits, round_
 
 
 class AdamW(Optimizer):
@@ -51,7 +51,7 @@ class AdamW(Optimizer):
         now = torch.tensor(step + 1.0)
         for flat, means, squares in zip(self.flats, self.exp_avg, self.exp_avg_sq, strict=True):
             numbers = factors(self.config, rate, flat.decay)
-            for piece in (block for whole in flat.pieces for block in whole.split(BLOCK)):
+            for piece in (chunk for whole in flat.pieces for chunk in whole.split(self.chunk)):
                 x, gradient, mean, square = (
                     tensor[piece.start : piece.stop] for tensor in (flat.parameter, flat.gradient, means, squares)
                 )

@@ -21,7 +21,6 @@ from hpctrain.optim.flat import Flat, Piece
 from hpctrain.optim.optimizer import Optimizer, State
 
 SMALL = 4096  # elements: below, a parameter keeps its means as they are; they weigh nothing, and norms are touchy
-CHUNK = 256 * BLOCK  # elements worked on at once
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
@@ -30,7 +29,6 @@ class AdamW8bit(Optimizer):
 
     def __init__(self, flats: Sequence[Flat], config: OptimConfig, group: Group, seed: int = 0) -> None:
         super().__init__(flats, config, group, seed)
-        like = self.flats[0].parameter
         self.large = {name: entry for name, entry in self.entries.items() if entry.size >= SMALL}
         self.small = AdamW(self.parts(lambda entry: entry.size < SMALL), config, group)
         self.codes = {
@@ -38,7 +36,7 @@ class AdamW8bit(Optimizer):
             for state in SIGNED
         }
         blocks = {name: -(-entry.size // BLOCK) for name, entry in self.large.items()}
-        self.all_scales = like.new_zeros(len(SIGNED), sum(blocks.values()), dtype=torch.float32)
+        self.all_scales = self.like.new_zeros(len(SIGNED), sum(blocks.values()), dtype=torch.float32)
         self.scales = dict(zip(SIGNED, self.all_scales, strict=True))
         stops = accumulate(blocks.values())
         self._blocks = {name: slice(stop - blocks[name], stop) for name, stop in zip(blocks, stops, strict=True)}
@@ -78,7 +76,7 @@ class AdamW8bit(Optimizer):
 
     def _chunks(self) -> Iterator[tuple[Piece, Flat]]:
         """What this rank has of the large parameters, a few blocks at a time."""
-        return (chunk for name in self.large for chunk in self.blocks(name, CHUNK))
+        return (chunk for name in self.large for chunk in self.blocks(name, self.chunk))
 
     def _means(self, piece: Piece, dtype: torch.dtype) -> list[Tensor]:
         return [

@@ -47,8 +47,7 @@ class Muon(Optimizer):
         self.waves = waves(matrices, group.size)
         self.momentum = {entry.name: torch.zeros_like(self.here(entry.name)) for entry in matrices}
         self.rest = AdamW(self.parts(lambda entry: entry.name not in self.momentum), config, group)
-        like = self.flats[0].parameter
-        self.format = FORMATS.get(like.device.type, like.dtype)
+        self.format = FORMATS.get(self.like.device.type, self.like.dtype)
 
     def states(self) -> dict[str, list[State]]:
         return {"momentum": [State(name, x) for name, x in self.momentum.items()], **self.rest.states()}

@@ -19,6 +19,9 @@ from hpctrain.config import OptimConfig
 from hpctrain.errors import ShapeError
 from hpctrain.optim.flat import Flat, Piece
 
+CHUNKS = {"cpu": 1 << 18}  # elements worked on at once: so few that they stay in a core's cache
+CHUNK = 1 << 22  # on other devices, where each call costs as much as many elements
+
 
 @dataclass(frozen=True)
 class State:
@@ -61,6 +64,16 @@ class Optimizer(ABC):
         self.entries = catalog(self.flats, group)
         self.places = {piece.name: (index, piece) for index, flat in enumerate(flats) for piece in flat.pieces}
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the device and dtype that is worked in."""
+        return self.flats[0].parameter
+
+    @property
+    def chunk(self) -> int:
+        """How many elements are worked on at once."""
+        return CHUNKS.get(self.like.device.type, CHUNK)
+
     @abstractmethod
     def update(self, rate: float, step: int) -> None:
         """Move the parameters against their gradients, which keep their values. ``step`` counts from 0 over the whole
@@ -80,7 +93,7 @@ class Optimizer(ABC):
 
     def parts(self, wanted: Callable[[Entry], bool]) -> list[Flat]:
         """This rank's pieces of some of the parameters, each a flat tensor of its own; the first one is empty."""
-        nothing = Flat(self.flats[0].parameter[:0], self.flats[0].gradient[:0], decay=False)
+        nothing = Flat(self.like[:0], self.flats[0].gradient[:0], decay=False)
         return [nothing] + [
             self.flats[index].part(piece) for index, piece in self.places.values() if wanted(self.entries[piece.name])
         ]

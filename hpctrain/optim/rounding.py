@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.optim.flat import Piece
 
-BLOCK = 1 << 16  # elements that share a key, and that are worked on at once: they stay in a core's cache
+BLOCK = 1 << 24  # elements that share a key: a multiple of what is worked on at once
 
 
 def round_(out: Tensor, x: Tensor, bits: Tensor) -> None:
