@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,15 @@ def run_of(folder: Path, model: str, ranks: int, microbatches: int, *overrides: 
     return small_config(folder, *always, *MODELS[model], *overrides)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+# All of them on four ranks; on fewer, each pair of choices.
+CASES = [
+    (ranks, stage, microbatches, model)
+    for ranks, stage, microbatches, (turn, model) in product([1, 2, 4], STAGES, [1, 3], enumerate(MODELS))
+    if ranks == 4 or (ranks + stage + microbatches // 2 + turn) % 2
+]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "microbatches", "model"), CASES)
 def test_a_stage_is_the_run_of_one_rank(
     ranks: int, stage: int, microbatches: int, model: str, folder: Path, alone, first: First, comm: MPI.Comm
 ) -> None:
@@ -190,12 +196,16 @@ def by_torch(kind: type[nn.Module], xs: Tensor) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
+NODES = {"one node": lambda rank: "a", "two nodes": lambda rank: str(rank // 2), "four nodes": str}
+
+
+@pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_module_of_a_user_is_what_torch_makes_of_it_alone(stage: int, user: str, comm: MPI.Comm) -> None:
+def test_a_module_of_a_user_is_what_torch_makes_of_it_alone(stage: int, user: str, nodes: str, comm: MPI.Comm) -> None:
     kind, shape = USERS[user]
     xs, expected = samples(shape), by_torch(kind, samples(shape))
-    group = MpiGroup(comm)
+    group = MpiGroup(comm, node_key=NODES[nodes](comm.rank))
     sharded = shard(made(kind, comm.rank), group, stage)  # all start from the first rank's weights
     optimizer = AdamW(sharded.flats(), OPTIM, sharded.group)
     for step, x in enumerate(xs):
@@ -212,3 +222,17 @@ def test_a_module_of_a_user_is_what_torch_makes_of_it_alone(stage: int, user: st
     far = max(float((found[name] - expected[name]).abs().max()) for name in expected)
     assert max(comm.allgather(far)) < 1e-12
     assert len(set(comm.allgather(norm))) == 1
+
+
+@pytest.mark.parametrize(("stage", "seen"), [(0, "own"), (1, "all"), (2, "all")])
+def test_ranks_of_a_node_share_the_memory_of_whole_weights_unless_each_updates_all(stage, seen, comm: MPI.Comm) -> None:
+    group = MpiGroup(comm)
+    (part,) = shard(nn.Linear(5, 5), group, stage).parts
+    part.own.fill_(float(comm.rank))
+    group.barrier()
+    found = part.full.clone()  # nothing was gathered
+    group.barrier()
+    group.close()
+    owners = torch.repeat_interleave(torch.arange(len(part.sizes)), torch.tensor(part.sizes))
+    expected = {"own": torch.full((30,), comm.rank), "all": owners}[seen]
+    assert all(comm.allgather(torch.equal(found, expected.float())))
