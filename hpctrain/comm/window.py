@@ -25,7 +25,13 @@ SPARE_BYTES = 4 << 20  # what is left to others: MPI's own segments come and go 
 BACKING_VARIABLES = ("OMPI_MCA_osc_sm_backing_directory", "PRTE_MCA_osc_sm_backing_directory")
 BACKING_FOLDERS = ("/dev/shm", "/tmp")
 
+SMALL = (
+    "%s has %.1f MiB free, and %.1f MiB of shared memory are wanted: slower ways take its place; "
+    "give the container more (--shm-size, or bind the host's /dev/shm)"
+)
+
 _log = logging.getLogger(__name__)
+_said: set[str] = set()
 
 
 class Place(NamedTuple):
@@ -108,12 +114,9 @@ def make(comm: MPI.Comm, own_bytes: int, shared: bool = False) -> Window | None:
     free = comm.allreduce(room(folder), MPI.MIN)
     if fits(wanted, free):
         return Window(comm, own_bytes, shared)
-    if comm.rank == 0:
-        _log.warning(
-            "%s has %.1f MiB free, and %.1f MiB of shared memory are wanted: slower ways take its place; "
-            "give the container more (--shm-size, or bind the host's /dev/shm)",
-            folder, free / 2**20, wanted / 2**20,
-        )  # fmt: skip
+    if comm.rank == 0 and folder not in _said:
+        _said.add(folder)
+        _log.warning(SMALL, folder, free / 2**20, wanted / 2**20)
     return None
 
 
