@@ -19,6 +19,7 @@ from hpctrain.cluster.devices import choose_device, threads
 from hpctrain.cluster.stop import listening
 from hpctrain.cluster.world import World
 from hpctrain.comm.groups import Groups
+from hpctrain.comm.together import led
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
@@ -40,6 +41,7 @@ def train(config: Config, world: World) -> int:
     """Run one training job, from its configuration to its last checkpoint; gives the exit status. All ranks call it."""
     device = set_up_device(world)
     groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
+    led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups)  # text becomes tokens, once
     plan = decide(config, world.topology, batches.vocabulary)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
