@@ -60,7 +60,7 @@ def train(config: Config, world: World) -> int:
                 log.say(f"saved {save(step + 1)}")
             if stop:
                 break
-        log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
+    log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
     groups.close()
     return EXIT_REQUEUE if stop else EXIT_DONE
 
