@@ -144,7 +144,10 @@ def finite(norm: float, loss: float, step: int) -> float:
 def set_up_device(world: World) -> torch.device:
     """This rank's device, and as many threads as it has cores to itself."""
     torch.set_num_threads(threads(world))
-    return torch.device(choose_device(world))
+    device = torch.device(choose_device(world))
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)  # NCCL's groups are opened on the current one
+    return device
 
 
 def open_data(config: Config, groups: Groups) -> Batches:
