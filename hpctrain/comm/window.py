@@ -74,6 +74,7 @@ class Windows:
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
         self._made: list[Window] = []
+        self.any_shared = False
 
     def make(self, own_bytes: int, shared: bool = False) -> Tensor | None:
         """This rank's stretch of a new window, zeroed; None on all ranks of the node where there is no room."""
@@ -81,6 +82,7 @@ class Windows:
         if window is None:
             return None
         self._made.append(window)
+        self.any_shared |= shared
         return window.stretches[self._comm.rank][:own_bytes].zero_()
 
     def find(self, x: Tensor) -> Place | None:
