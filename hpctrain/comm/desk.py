@@ -111,6 +111,10 @@ class Desk:
         """The first bytes of what each rank laid down, after ``arrive``."""
         return [ctypes.string_at(address, length) for address in self._addresses[self.side ^ 1]]
 
+    def addresses(self) -> list[int]:
+        """Where each rank laid down, after ``arrive``."""
+        return self._addresses[self.side ^ 1]
+
     def laid(self) -> list[Tensor]:
         """The place of each rank, as bytes, after ``arrive``."""
         return self._payloads[self.side ^ 1]

@@ -51,9 +51,9 @@ class Small:
         itemsize = x.itemsize
         self._desk.lay(x.data_ptr(), sizes[self._desk.rank] * itemsize)
         self._desk.arrive(operation)
-        target = out.data_ptr()
-        for rank, size in enumerate(sizes):
-            self._desk.take(target, size * itemsize, rank)
+        move, target = self._desk.move, out.data_ptr()
+        for address, size in zip(self._desk.addresses(), sizes, strict=True):
+            move(target, address, size * itemsize)
             target += size * itemsize
 
     def broadcast(self, operation: Operation, x: Tensor, source: int) -> None:

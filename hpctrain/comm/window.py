@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.room import backing, fits, room
+
 LINE_BYTES = 64  # no two ranks write to one cache line
-SPARE_BYTES = 4 << 20  # what is left to others: MPI's own segments come and go in the same place
-
-# Where MPI libraries let a user move the windows' files to, in the order in which they are looked at.
-BACKING_VARIABLES = ("OMPI_MCA_osc_sm_backing_directory", "PRTE_MCA_osc_sm_backing_directory")
-BACKING_FOLDERS = ("/dev/shm", "/tmp")
-
 SMALL = (
     "%s has %.1f MiB free, and %.1f MiB of shared memory are wanted: slower ways take its place; "
     "give the container more (--shm-size, or bind the host's /dev/shm)"
@@ -120,19 +113,3 @@ def make(comm: MPI.Comm, own_bytes: int, shared: bool = False) -> Window | None:
         _said.add(folder)
         _log.warning(SMALL, folder, free / 2**20, wanted / 2**20)
     return None
-
-
-def fits(wanted_bytes: int, free_bytes: int) -> bool:
-    """Whether a window may be made."""
-    return wanted_bytes + SPARE_BYTES <= free_bytes
-
-
-def backing(environ: Mapping[str, str]) -> str:
-    """The folder in which MPI puts the files of its windows."""
-    named = [environ[name] for name in BACKING_VARIABLES if name in environ]
-    return next(folder for folder in (*named, *BACKING_FOLDERS, "/") if Path(folder).is_dir())
-
-
-def room(folder: str) -> int:
-    """Bytes free in ``folder``."""
-    return shutil.disk_usage(folder).free
