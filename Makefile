@@ -1,8 +1,8 @@
 # make train   sets up what is missing, then trains configs/tiny.toml with 4 ranks
 # make test    sets up what is missing, then runs the whole test suite (STAGES="unit mpi" for a part of it)
 #
-# HPCTRAIN_NO_APT=1 installs nothing on the system; PYTHON=python3.12 chooses the interpreter; TORCH_INDEX=<url>
-# adds a package index for torch, for instance https://download.pytorch.org/whl/rocm6.4
+# HPCTRAIN_NO_APT=1 installs nothing on the system; PYTHON=python3.12 chooses the interpreter; TORCH_INDEX=<url> names
+# the package index to take torch from, such as https://download.pytorch.org/whl/rocm6.4
 
 RANKS ?= 4
 STAGES ?=

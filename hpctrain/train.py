@@ -18,6 +18,7 @@ from hpctrain.cluster.devices import choose_device, threads
 from hpctrain.cluster.stop import listening
 from hpctrain.cluster.world import World
 from hpctrain.comm.groups import Groups
+from hpctrain.comm.together import led
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
@@ -46,6 +47,7 @@ def train(config: Config, world: World) -> int:
     """Run one training job, from its configuration to its last checkpoint; gives the exit status. All ranks call it."""
     device = set_up_device(world)
     groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
+    led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups)  # text becomes tokens, once
     plan = decide(config, world.topology, batches.vocabulary)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
@@ -64,7 +66,7 @@ def train(config: Config, world: World) -> int:
                 log.say(f"saved {save(step + 1)}")
             if stop:
                 break
-        log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
+    log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
     groups.close()
     return EXIT_REQUEUE if stop else EXIT_DONE
 
@@ -157,7 +159,10 @@ def finite(norm: float, loss: float, step: int) -> float:
 def set_up_device(world: World) -> torch.device:
     """This rank's device, and as many threads as it has cores to itself."""
     torch.set_num_threads(threads(world))
-    return torch.device(choose_device(world))
+    device = torch.device(choose_device(world))
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)  # NCCL's groups are opened on the current one
+    return device
 
 
 def open_data(config: Config, groups: Groups) -> Batches:

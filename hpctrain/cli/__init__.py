@@ -6,12 +6,17 @@ Nothing heavy is imported until a command runs, so that ``hpctrain --help`` answ
 from __future__ import annotations
 
 import sys
+import time
+from typing import NoReturn
 
 import typer
 
 from hpctrain import __version__
 from hpctrain.cli import bench, ckpt, data, doctor, knobs, plan, train
 from hpctrain.errors import HpctrainError
+
+GRACE_SECONDS = 2.0
+WRONG_USE = typer.BadParameter.__base__  # click's UsageError: of click, or of the copy in newer releases of typer
 
 app = typer.Typer(
     name="hpctrain",
@@ -38,15 +43,22 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Run the command line; errors that a user can mend are told without a traceback, once for all ranks."""
-    try:
-        app(prog_name="hpctrain")
-    except HpctrainError as error:
-        _tell(error)
-        sys.exit(error.exit_code)
-
-
-def _tell(error: HpctrainError) -> None:
     from hpctrain.cluster.launcher import first_rank
 
-    if first_rank():
-        print(f"hpctrain: {error}", file=sys.stderr, flush=True)
+    speaks = True
+    try:
+        speaks = first_rank()
+        sys.exit(app(prog_name="hpctrain", standalone_mode=speaks))  # else a wrong option is raised, and not told
+    except HpctrainError as error:
+        if speaks:
+            print(f"hpctrain: {error}", file=sys.stderr, flush=True)
+        _leave(error.exit_code, speaks)
+    except WRONG_USE as error:
+        _leave(error.exit_code, speaks)
+
+
+def _leave(code: int, speaks: bool) -> NoReturn:
+    """Exit, but not before the rank that speaks has spoken: launchers end all ranks when one fails."""
+    if not speaks:
+        time.sleep(GRACE_SECONDS)
+    sys.exit(code)

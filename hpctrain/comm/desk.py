@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
@@ -20,24 +19,22 @@ from hpctrain.comm.meet import Meeting, bytes_for, own_cores, room_to_spin
 from hpctrain.comm.operation import PACKED_BYTES, Ledger, Operation
 from hpctrain.comm.window import LINE_BYTES, Place
 
-_FACTS = struct.Struct("<iiqiqq")
+_FACTS = struct.Struct("<iiqiq")
 _SLIP_BYTES = LINE_BYTES
-_KEPT = 256  # lists of tensors on the desk that are kept for the next message of their size
 HERE, WINDOW, STAGED = range(3)
 SMALL_BYTES, LEAST_BYTES, DESK_BYTES = 64 << 10, 4 << 10, 512 << 10
 
 
 class Slip(NamedTuple):
-    """What one rank laid down: how its source comes, and where source and target lie (window -1: nowhere)."""
+    """What one rank laid down: how its source comes, and where source and target lie."""
 
     way: int
     place: Place
     target: Place
-    largest: int
 
 
 NOWHERE = Place(-1, 0)
-ON_THE_DESK = Slip(HERE, NOWHERE, NOWHERE, 0)
+ON_THE_DESK = Slip(HERE, NOWHERE, NOWHERE)
 
 
 def small_bytes(size: int) -> int:
@@ -68,10 +65,10 @@ class Desk:
         half = self.size * _SLIP_BYTES
         self._slips = [memory[start + side * half : start + (side + 1) * half] for side in range(2)]
         self._payloads = [[self._payload(rank, side) for rank in range(self.size)] for side in range(2)]
-        self.addresses = [[payload.data_ptr() for payload in payloads] for payloads in self._payloads]
-        self._laid: dict[tuple[int, int, torch.dtype, int], list[Tensor]] = {}
+        self._addresses = [[payload.data_ptr() for payload in payloads] for payloads in self._payloads]
         self.side = 0
         self.meet = self._meeting.meet
+        self.move = ctypes.memmove  # (to, from, bytes): a call is shorter than a slice of a tensor
 
     @staticmethod
     def bytes_for(size: int) -> int:
@@ -98,23 +95,29 @@ class Desk:
             raise self._ledger.differing(dict(zip(self._members, operations, strict=True)))
         return [_unpacked(one[PACKED_BYTES:]) for one in each]
 
-    def lay(self, x: Tensor, offset: int = 0) -> None:
-        """Put a small message on the desk, before ``arrive``."""
-        ctypes.memmove(self.addresses[self.side][self.rank] + offset, x.data_ptr(), x.numel() * x.itemsize)
+    def lay(self, address: int, length: int, offset: int = 0) -> None:
+        """Put bytes on this rank's place, before ``arrive``."""
+        self.move(self._addresses[self.side][self.rank] + offset, address, length)
 
-    def take(self, out: Tensor, rank: int, offset: int = 0) -> None:
+    def take(self, address: int, length: int, rank: int, offset: int = 0) -> None:
         """Read what ``rank`` laid down, after ``arrive``."""
-        ctypes.memmove(out.data_ptr(), self.addresses[self.side ^ 1][rank] + offset, out.numel() * out.itemsize)
+        self.move(address, self._addresses[self.side ^ 1][rank] + offset, length)
 
-    def laid(self, numel: int, dtype: torch.dtype, start: int = 0) -> list[Tensor]:
-        """What each rank laid down, from element ``start`` on, as tensors, after ``arrive``."""
-        key = (self.side, numel, dtype, start)
-        if key not in self._laid:
-            if len(self._laid) >= _KEPT:
-                self._laid.clear()
-            payloads = self._payloads[self.side ^ 1]
-            self._laid[key] = [payload.view(dtype)[start : start + numel] for payload in payloads]
-        return self._laid[key]
+    def write(self, told: bytes) -> None:
+        """Put bytes of Python's on this rank's place, before ``arrive``."""
+        self.move(self._addresses[self.side][self.rank], told, len(told))
+
+    def read(self, length: int) -> list[bytes]:
+        """The first bytes of what each rank laid down, after ``arrive``."""
+        return [ctypes.string_at(address, length) for address in self._addresses[self.side ^ 1]]
+
+    def addresses(self) -> list[int]:
+        """Where each rank laid down, after ``arrive``."""
+        return self._addresses[self.side ^ 1]
+
+    def laid(self) -> list[Tensor]:
+        """The place of each rank, as bytes, after ``arrive``."""
+        return self._payloads[self.side ^ 1]
 
     def _payload(self, rank: int, side: int) -> Tensor:
         stretch = self._stretches[rank]
@@ -125,14 +128,14 @@ class Desk:
 def _packed(slip: Slip) -> bytes:
     if slip is ON_THE_DESK:
         return _PACKED_ON_THE_DESK
-    way, place, target, largest = slip
-    return _FACTS.pack(way, *place, *target, largest)
+    way, place, target = slip
+    return _FACTS.pack(way, *place, *target)
 
 
 def _unpacked(facts: bytes) -> Slip:
-    way, window, offset, target, target_offset, largest = _FACTS.unpack_from(facts)
-    return Slip(way, Place(window, offset), Place(target, target_offset), largest)
+    way, window, offset, target, target_offset = _FACTS.unpack_from(facts)
+    return Slip(way, Place(window, offset), Place(target, target_offset))
 
 
-_PACKED_ON_THE_DESK = _FACTS.pack(HERE, *NOWHERE, *NOWHERE, 0)
+_PACKED_ON_THE_DESK = _FACTS.pack(HERE, *NOWHERE, *NOWHERE)
 assert PACKED_BYTES + _FACTS.size <= _SLIP_BYTES

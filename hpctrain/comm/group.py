@@ -83,7 +83,8 @@ class Group(ABC):
         """Reduce ``x`` over all ranks, in place; every rank gets bit for bit the same result."""
         _check_op(op, x.dtype)
         whole = _flat(x)
-        return self._placed(self._all_reduce(whole, op, later), x, whole, later)
+        handle = self._all_reduce(whole, op, later)
+        return handle if whole is x else self._placed(handle, x, whole, later)
 
     def all_gather(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None, later: bool = False) -> Handle:
         """Join every rank's ``x`` in ``out``, in rank order; ``sizes`` gives each piece's elements where unequal."""

@@ -108,11 +108,12 @@ def _opener(config: CommConfig, comm: MPI.Comm | None) -> Opener:
 
 
 def _best(comm: MPI.Comm | None) -> str:
-    """NCCL where every rank has a GPU, else MPI."""
+    """The backend of the accelerator that every rank has, else MPI."""
     import torch
 
-    mine = torch.cuda.is_available()
-    return "nccl" if (mine if comm is None else all(comm.allgather(mine))) else "mpi"
+    mine = [backend for kind, backend in ACCELERATORS.items() if getattr(torch, kind).is_available()]
+    everyone = [mine] if comm is None else comm.allgather(mine)
+    return next((backend for backend in mine if all(backend in one for one in everyone)), "mpi")
 
 
 def _open_mpi(comm: MPI.Comm, **more: Any) -> Group:
@@ -130,4 +131,5 @@ def _open_torch(backend: str) -> Opener:
     return opened
 
 
-BACKENDS: dict[str, Opener] = {"mpi": _open_mpi, "gloo": _open_torch("gloo"), "nccl": _open_torch("nccl")}
+BACKENDS: dict[str, Opener] = {"mpi": _open_mpi} | {name: _open_torch(name) for name in ("gloo", "nccl", "xccl")}
+ACCELERATORS = {"cuda": "nccl", "xpu": "xccl"}  # torch's name of a kind of device, and what its ranks talk by

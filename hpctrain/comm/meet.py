@@ -20,8 +20,8 @@ from hpctrain.comm import futex
 from hpctrain.comm.operation import Ledger
 from hpctrain.comm.patience import give_core_away
 
-SPIN_SECONDS = 50e-6  # a rank that is about to come costs less to poll for than to sleep for
-YIELDS = 2
+SPIN_SECONDS = 50e-6
+YIELDS = 4  # where ranks outnumber cores three of four meetings end within these: the core goes round once
 FIRST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 1e-3, 50e-3
 NUMBER_BYTES = 8
 
@@ -66,13 +66,18 @@ class Meeting:
         self._fence()
 
     def _wait(self, count: int) -> None:
-        if self._spins and self._thread == get_ident():  # another thread would keep the interpreter's lock from it
+        if self._thread == get_ident():  # another thread would keep the interpreter's lock meanwhile
+            self._linger(count)
+        self._sleep(count)
+
+    def _linger(self, count: int) -> None:
+        """Wait a little for a rank that is about to come, which costs less than to sleep for it."""
+        if self._spins:
             self._spin(count)
         for _ in range(YIELDS):
             if self._met(count):
                 return
             give_core_away()
-        self._sleep(count)
 
     def _met(self, count: int) -> bool:
         return self._gone[0] >= count or min(self._come) >= count

@@ -96,7 +96,7 @@ class MpiGroup(Group):
         """Do a collective in its turn; the transport sees to it that all ranks come with the same one."""
         if tensors and not tensors[0].is_cpu:
             check_place(operation.kind, tensors[0])
-        if not later and self._worker.idle:
+        if not later and self._worker.idle:  # as the worker would do it, a call sooner
             self._guarded(operation, work, tensors)
             return DONE
         return self._worker.do(partial(self._guarded, operation, work, tensors), later)

@@ -13,21 +13,22 @@ Sums are by rank, the same on all ranks; each element is summed by one rank, whi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
+from struct import Struct
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.desk import HERE, NOWHERE, ON_THE_DESK, STAGED, WINDOW, Desk, Slip
+from hpctrain.comm.desk import HERE, NOWHERE, STAGED, WINDOW, Desk, Slip
 from hpctrain.comm.group import Op
 from hpctrain.comm.operation import Ledger, Operation
 from hpctrain.comm.reduce import Reducer, cut, starts
+from hpctrain.comm.small import Small
 from hpctrain.comm.staged import Stage
 from hpctrain.comm.window import LINE_BYTES, Place, Window, Windows, make
 from hpctrain.comm.wire import overlap
 from hpctrain.errors import ShapeError
-
-SIZE_BYTES = 8
 
 
 class Shared:
@@ -39,7 +40,9 @@ class Shared:
         self._comm = comm
         self.desk, self.windows = desk, windows
         self._stage, self._window, self._reduce = stage, window, reducer
+        self._small = Small(desk, reducer)
         self._rank, self._size = desk.rank, desk.size
+        self._plan = Struct(f"<{2 * desk.size}q")
 
     @classmethod
     def open(cls, comm: MPI.Comm, members: Sequence[int], ledger: Ledger) -> Shared | None:
@@ -76,10 +79,10 @@ class Shared:
         self.desk.arrive(operation)
 
     def all_reduce(self, operation: Operation, x: Tensor, op: Op) -> None:
+        if operation.elements * x.itemsize <= self.desk.small_bytes:
+            return self._small.all_reduce(operation, x, op)
         slips = self._arrive(operation, x)
-        if slips[0].way == HERE:
-            self._reduce(x, self.desk.laid(x.numel(), x.dtype), op)
-        elif _all_in_windows(slips) and not self.windows.shared(slips[0].place):
+        if _all_in_windows(slips) and not self.windows.shared(slips[0].place):
             self._all_reduce_direct(self._views(slips, x.numel(), x.dtype), op)
         else:
             self._stage.all_reduce(x, op)
@@ -96,10 +99,10 @@ class Shared:
         self.desk.meet()
 
     def reduce_scatter(self, operation: Operation, out: Tensor, x: Tensor, op: Op, sizes: Sequence[int]) -> None:
+        if operation.elements * x.itemsize <= self.desk.small_bytes:
+            return self._small.reduce_scatter(operation, out, x, op, sizes)
         slips = self._arrive(operation, x)
         start, size = starts(sizes)[self._rank], sizes[self._rank]
-        if slips[0].way == HERE:
-            return self._reduce(out, self.desk.laid(size, x.dtype, start), op)
         safe = _apart(out, x, x[start : start + size])
         if _all_in_windows(slips):
             views = self._views(slips, x.numel(), x.dtype)
@@ -111,102 +114,100 @@ class Shared:
             out.copy_(safe)
 
     def all_gather(self, operation: Operation, out: Tensor, x: Tensor, sizes: Sequence[int]) -> None:
+        common = self._common_place(out)
+        if common is NOWHERE and max(sizes) * x.itemsize <= self.desk.small_bytes:
+            return self._small.all_gather(operation, out, x, sizes)
         pieces = out.split(list(sizes))
         if overlap(out, x) and x.data_ptr() != pieces[self._rank].data_ptr():
             x = x.clone()
-        small = x.numel() * x.itemsize <= self.desk.small_bytes
-        if small:
-            self.desk.lay(x)
-        slip, target = self._slip(x, small), self._common_place(out)
-        slips = self.desk.arrive(operation, slip if target is NOWHERE else slip._replace(target=target))
-        if slips[0].target != NOWHERE and all(slip.target == slips[0].target for slip in slips):
+        slips = self._arrive(operation, x, target=common)
+        if common is not NOWHERE and all(slip.target == common for slip in slips):
             _move(pieces[self._rank], x)  # one memory for all: each brings its piece
             self.desk.meet()
-        elif any(slip.way == STAGED for slip in slips):
-            self._stage.all_gather(out, x, sizes)
-        else:
+        elif _all_in_windows(slips):
             self._all_gather_direct(slips, pieces, x)
+        else:
+            self._stage.all_gather(out, x, sizes)
 
     def _all_gather_direct(self, slips: list[Slip], pieces: Sequence[Tensor], x: Tensor) -> None:
         for turn in range(self._size):  # each starts with its own, so that not all read from one at once
             rank = (self._rank + turn) % self._size
-            slip, piece = slips[rank], pieces[rank]
-            if slip.way == HERE:
-                self.desk.take(piece, rank)
-            elif rank == self._rank:
-                _move(piece, x)
+            if rank == self._rank:
+                _move(pieces[rank], x)
             else:
-                piece.copy_(self.windows.view(slip.place, rank, piece.numel(), piece.dtype))
-        if any(slip.way == WINDOW for slip in slips):
-            self.desk.meet()
+                piece = pieces[rank]
+                piece.copy_(self.windows.view(slips[rank].place, rank, piece.numel(), piece.dtype))
+        self.desk.meet()
 
     def all_to_all(
         self, operation: Operation, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
     ) -> None:
-        plan = torch.tensor([*sizes, *out_sizes], dtype=torch.int64)
-        head = plan.numel() * SIZE_BYTES
-        small = head + x.numel() * x.itemsize <= self.desk.small_bytes
-        self.desk.lay(plan)
-        if small:
-            self.desk.lay(x, head)
-        slips = self.desk.arrive(operation, self._slip(x, small)._replace(largest=max(sizes)))
-        plans = [laid.tolist() for laid in self.desk.laid(2 * self._size, torch.int64)]
-        self._check_plans(operation, plans)
+        """Every rank lays down how much it gives to and takes from each other, and a small message behind that."""
+        slips = self._arrive_with_plan(operation, x, out_sizes, sizes)
+        plans = self._plans(operation)
         if any(slip.way == STAGED for slip in slips):
-            return self._stage.all_to_all(out, x, out_sizes, sizes, max(slip.largest for slip in slips))
-        for rank, (slip, piece) in enumerate(zip(slips, out.split(list(out_sizes)), strict=True)):
-            skipped = sum(plans[rank][: self._rank])
+            return self._stage.all_to_all(out, x, out_sizes, sizes, max(max(plan) for plan in plans))
+        target = out.data_ptr()
+        for rank, (slip, size) in enumerate(zip(slips, out_sizes, strict=True)):
+            skipped, length = sum(plans[rank][: self._rank]), size * x.itemsize
             if slip.way == HERE:
-                self.desk.take(piece, rank, head + skipped * x.itemsize)
+                self.desk.take(target, length, rank, self._plan.size + skipped * x.itemsize)
             else:
-                whole = self.windows.view(slip.place, rank, skipped + piece.numel(), x.dtype)
-                piece.copy_(whole[skipped:])
+                whole = self.windows.view(slip.place, rank, skipped + size, x.dtype)
+                out[(target - out.data_ptr()) // x.itemsize :][:size].copy_(whole[skipped:])
+            target += length
         if any(slip.way == WINDOW for slip in slips):
             self.desk.meet()
 
+    def _arrive_with_plan(
+        self, operation: Operation, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> list[Slip]:
+        plan = self._plan.pack(*sizes, *out_sizes)
+        self.desk.write(plan)
+        length = x.numel() * x.itemsize
+        if len(plan) + length > self.desk.small_bytes:
+            return self._arrive(operation, x)
+        self.desk.lay(x.data_ptr(), length, len(plan))
+        return self.desk.arrive(operation)
+
+    def _plans(self, operation: Operation) -> list[tuple[int, ...]]:
+        """What each rank gives to each. ShapeError on all ranks where one takes another amount than is given to it."""
+        plans = [self._plan.unpack(plan) for plan in self.desk.read(self._plan.size)]
+        given = [plan[: self._size] for plan in plans]
+        for source, target in product(range(self._size), repeat=2):
+            if given[source][target] != plans[target][self._size + source]:
+                raise ShapeError(
+                    f"{operation.kind}: rank {source} gives {given[source][target]} elements to rank {target}, "
+                    f"which takes {plans[target][self._size + source]}",
+                    "sizes of the one are out_sizes of the other",
+                )
+        return given
+
     def broadcast(self, operation: Operation, x: Tensor, source: int) -> None:
-        slips = self._arrive(operation, x, needed=self._rank == source)
-        way, place = slips[source].way, slips[source].place
-        if way == STAGED:
+        if operation.elements * x.itemsize <= self.desk.small_bytes:
+            return self._small.broadcast(operation, x, source)
+        slip = self._arrive(operation, x)[source]
+        if slip.way == STAGED:
             return self._stage.broadcast(x, source)
         if self._rank != source:
-            if way == HERE:
-                return self.desk.take(x, source)
-            x.copy_(self.windows.view(place, source, x.numel(), x.dtype))
-        if way == WINDOW:
-            self.desk.meet()
+            x.copy_(self.windows.view(slip.place, source, x.numel(), x.dtype))
+        self.desk.meet()
 
     # ---- where data lie ------------------------------------------------------------------------------------------
 
-    def _arrive(self, operation: Operation, x: Tensor, needed: bool = True) -> list[Slip]:
-        """Say where the source ``x`` is; a small one is put on the desk. Not ``needed``: this rank brings nothing."""
-        small = x.numel() * x.itemsize <= self.desk.small_bytes
-        if small and needed:
-            self.desk.lay(x)
-        return self.desk.arrive(operation, self._slip(x, small))
-
-    def _slip(self, x: Tensor, small: bool) -> Slip:
-        if small:
-            return ON_THE_DESK
+    def _arrive(self, operation: Operation, x: Tensor, target: Place = NOWHERE) -> list[Slip]:
+        """Say where the source ``x`` is, which is too large for the desk."""
         place = self.windows.find(x)
-        return Slip(STAGED, NOWHERE, NOWHERE, 0) if place is None else Slip(WINDOW, place, NOWHERE, 0)
+        return self.desk.arrive(operation, Slip(STAGED if place is None else WINDOW, place or NOWHERE, target))
 
     def _common_place(self, out: Tensor) -> Place:
+        if not self.windows.any_shared:
+            return NOWHERE
         place = self.windows.find(out)
         return place if place is not None and self.windows.shared(place) else NOWHERE
 
     def _views(self, slips: list[Slip], numel: int, dtype: torch.dtype) -> list[Tensor]:
         return [self.windows.view(slip.place, rank, numel, dtype) for rank, slip in enumerate(slips)]
-
-    def _check_plans(self, operation: Operation, plans: list[list[int]]) -> None:
-        for source, given in enumerate(plans):
-            for target, taken in enumerate(plans):
-                if given[target] != taken[self._size + source]:
-                    raise ShapeError(
-                        f"{operation.kind}: rank {source} gives {given[target]} elements to rank {target}, "
-                        f"which takes {taken[self._size + source]}",
-                        "sizes of the one are out_sizes of the other",
-                    )
 
 
 def _all_in_windows(slips: list[Slip]) -> bool:

@@ -71,5 +71,7 @@ def _made(told: dict[str, str]) -> HpctrainError:
 
 
 def _of_rank(failed: list[int], told: dict[str, str], size: int) -> HpctrainError:
+    if size == 1:
+        return _made(told)
     others = f" and {len(failed) - 1} more of {size}" if len(failed) > 1 else ""
     return _made(told | {"what": f"rank {failed[0]}{others}: {told['what']}"})

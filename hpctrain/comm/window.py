@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-LINE_BYTES = 64  # no two ranks write to one cache line
-SPARE_BYTES = 4 << 20  # what is left to others: MPI's own segments come and go in the same place
+from hpctrain.comm.room import backing, fits, room
 
-# Where MPI libraries let a user move the windows' files to, in the order in which they are looked at.
-BACKING_VARIABLES = ("OMPI_MCA_osc_sm_backing_directory", "PRTE_MCA_osc_sm_backing_directory")
-BACKING_FOLDERS = ("/dev/shm", "/tmp")
+LINE_BYTES = 64  # no two ranks write to one cache line
+SMALL = (
+    "%s has %.1f MiB free, and %.1f MiB of shared memory are wanted: slower ways take its place; "
+    "give the container more (--shm-size, or bind the host's /dev/shm)"
+)
 
 _log = logging.getLogger(__name__)
+_said: set[str] = set()
 
 
 class Place(NamedTuple):
@@ -68,6 +67,7 @@ class Windows:
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
         self._made: list[Window] = []
+        self.any_shared = False
 
     def make(self, own_bytes: int, shared: bool = False) -> Tensor | None:
         """This rank's stretch of a new window, zeroed; None on all ranks of the node where there is no room."""
@@ -75,6 +75,7 @@ class Windows:
         if window is None:
             return None
         self._made.append(window)
+        self.any_shared |= shared
         return window.stretches[self._comm.rank][:own_bytes].zero_()
 
     def find(self, x: Tensor) -> Place | None:
@@ -108,26 +109,7 @@ def make(comm: MPI.Comm, own_bytes: int, shared: bool = False) -> Window | None:
     free = comm.allreduce(room(folder), MPI.MIN)
     if fits(wanted, free):
         return Window(comm, own_bytes, shared)
-    if comm.rank == 0:
-        _log.warning(
-            "%s has %.1f MiB free, and %.1f MiB of shared memory are wanted: slower ways take its place; "
-            "give the container more (--shm-size, or bind the host's /dev/shm)",
-            folder, free / 2**20, wanted / 2**20,
-        )  # fmt: skip
+    if comm.rank == 0 and folder not in _said:
+        _said.add(folder)
+        _log.warning(SMALL, folder, free / 2**20, wanted / 2**20)
     return None
-
-
-def fits(wanted_bytes: int, free_bytes: int) -> bool:
-    """Whether a window may be made."""
-    return wanted_bytes + SPARE_BYTES <= free_bytes
-
-
-def backing(environ: Mapping[str, str]) -> str:
-    """The folder in which MPI puts the files of its windows."""
-    named = [environ[name] for name in BACKING_VARIABLES if name in environ]
-    return next(folder for folder in (*named, *BACKING_FOLDERS, "/") if Path(folder).is_dir())
-
-
-def room(folder: str) -> int:
-    """Bytes free in ``folder``."""
-    return shutil.disk_usage(folder).free

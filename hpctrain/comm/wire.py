@@ -7,6 +7,7 @@ counts in 32 bits with many libraries: a message is cut into pieces of at most 1
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -25,6 +26,7 @@ STEP_BYTES = 4 << 20  # of each piece that is reduced at once: bounds the memory
 SMALL_BYTES = 64 << 10  # up to here each rank takes all pieces and sums for itself: one exchange in place of two
 PEERS_AT_ONCE = 32
 ROLL_SECONDS = 2.0
+LATE_PART = 0.1  # of the limit: who hears so soon after coming that another gave up came after that
 EXCHANGE_TAG, ROLL_TAG = 1, 2
 
 
@@ -125,14 +127,13 @@ class Wire:
 
         ``keep`` is held where MPI may go on writing to it after an error.
         """
-        if MPI.Request.Testall(requests):
-            return
-        gave_up_before = self._gave_up()
-        if gave_up_before is None and self.ends(requests, lambda: self._gave_up() is None):
+        start = time.monotonic()
+        if self.ends(requests, lambda: self._gave_up() is None):
             return
         self.keep(requests, keep)
-        if gave_up_before is not None:
-            raise self.ledger.given_up(self.members[gave_up_before])
+        by = self._gave_up()
+        if by is not None and time.monotonic() - start < LATE_PART * self.ledger.limit_seconds:
+            raise self.ledger.given_up(self.members[by])
         raise self.ledger.late([self.members[rank] for rank in self._silent()])
 
     def ends(

@@ -236,8 +236,8 @@ class CheckpointConfig(Section):
 class CommConfig(Section):
     """How ranks talk."""
 
-    backend: Literal["auto", "mpi", "gloo", "nccl"] = "auto"
-    """``auto``: NCCL where each rank has a GPU, else MPI."""
+    backend: Literal["auto", "mpi", "gloo", "nccl", "xccl"] = "auto"
+    """``auto``: NCCL where each rank has a GPU of NVIDIA or AMD, xccl where each has one of Intel, else MPI."""
     timeout_seconds: float = Field(600.0, gt=0)
     """How long a collective waits for the slowest rank before the job is ended with the names of who is missing."""
     start_seconds: float = Field(300.0, gt=0)

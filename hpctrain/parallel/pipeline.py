@@ -26,7 +26,7 @@ class Pass:
     tokens: int
     """Targets that count in this step, over all ranks."""
     loss: Tensor
-    """The sum so far, in fp64, on the group's device."""
+    """The sum so far, in fp64."""
     scale: float
     """What the loss is multiplied by before its backward, so that small gradients do not vanish."""
     waiting: dict[int, Tensor] = field(default_factory=dict)
@@ -83,12 +83,12 @@ class Runner:
         now.loss += loss.detach()
 
     def _count(self, microbatches: Sequence[MicroBatch]) -> int:
-        tokens = torch.tensor(sum(m.predicted for m in microbatches), device=self.group.device)
+        tokens = torch.tensor(sum(m.predicted for m in microbatches), device=self.meter.device)
         with self.meter.phase("communication"):
             self.group.all_reduce(tokens)
         return int(tokens)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=self.group.device)
+        return torch.zeros(shape, dtype=torch.float64, device=self.meter.device)
 
     _OPS = {"F": _forward, "B": _backward}

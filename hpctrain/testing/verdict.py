@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpctrain.testing.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import pytest
+    from _pytest._io import TerminalWriter
     from mpi4py import MPI
 
 OUTCOMES = ("passed", "skipped", "failed")
@@ -23,6 +25,26 @@ class Failure(NamedTuple):
     message: str
     text: str
     sections: Sequence[tuple[str, str]]
+
+
+class Everywhere:
+    """The failures of all ranks in the place of pytest's own account of one, under the names that its reporter uses."""
+
+    def __init__(self, failures: Sequence[Failure], size: int) -> None:
+        alike: dict[str, list[Failure]] = {}
+        for failure in failures:
+            alike.setdefault(failure.message, []).append(failure)
+        parts = [(f"failed on {_ranks([one.rank for one in same])} of {size}", same[0]) for same in alike.values()]
+        self.text = "\n\n".join(f"{where}\n{failure.text}" for where, failure in parts)
+        where, failure = parts[0]
+        self.reprcrash = SimpleNamespace(message=f"{where}: {failure.message.splitlines()[0]}")
+
+    def __str__(self) -> str:
+        return self.text
+
+    def toterminal(self, out: TerminalWriter) -> None:
+        """Print every different failure once, in full, under the ranks that had it."""
+        out.line(self.text)
 
 
 class Verdict:
@@ -65,22 +87,13 @@ class Verdict:
         own = _failure(self.comm.rank, report) if report.failed else None
         failures = [failure for failure in self.comm.allgather(own) if failure]
         report.outcome = "failed"
-        report.longrepr = describe(failures, self.comm.size)
+        report.longrepr = Everywhere(failures, self.comm.size)
         report.sections = [(f"{name} (rank {rank})", text) for rank, _, _, kept in failures for name, text in kept]
-
-
-def describe(failures: Sequence[Failure], size: int) -> str:
-    """Every different failure once, in full, under the ranks that had it."""
-    alike: dict[str, list[Failure]] = {}
-    for failure in failures:
-        alike.setdefault(failure.message, []).append(failure)
-    parts = [f"failed on {_ranks([one.rank for one in same])} of {size}\n{same[0].text}" for same in alike.values()]
-    return "\n\n".join(parts)
 
 
 def _failure(rank: int, report: pytest.TestReport) -> Failure:
     crash = getattr(report.longrepr, "reprcrash", None)
-    message = crash.message if crash else report.longreprtext
+    message = crash.message if crash else report.longreprtext or "it said nothing"
     return Failure(rank, message, report.longreprtext, report.sections)
 
 

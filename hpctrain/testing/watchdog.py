@@ -27,6 +27,7 @@ DUMP = signal.SIGRTMAX - 3  # a number that neither MPI libraries nor schedulers
 DUMP_SECONDS = 1.0  # for the ranks of a node to write their tracebacks
 NODES_SECONDS = 2.0  # for the other nodes to print theirs
 BACKSTOP_SECONDS = 10.0
+DRAIN_SECONDS = 3.0
 
 
 class Peer(NamedTuple):
@@ -77,6 +78,7 @@ class Watchdog:
         finally:
             self.ends_at = float("inf")
             faulthandler.cancel_dump_traceback_later()
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def say(self, text: str) -> None:
         """Write to the error stream that the job was started with, under this rank's name."""
@@ -107,7 +109,9 @@ class Watchdog:
                 self.end(f"{self.work} passed its limit of {self.seconds:g} s")
 
     def _backstop(self, seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self.stderr)
+        faulthandler.dump_traceback_later(seconds, file=self.stderr)
+        # Death comes a little after the traceback: mpirun does not read what a rank printed just before it ended.
+        signal.setitimer(signal.ITIMER_REAL, seconds + DRAIN_SECONDS)
 
     def _leads(self) -> bool:
         """Whether this rank is the first of its node that ends the job."""

@@ -62,7 +62,7 @@ class Log:
             self._board.step(step, values)
 
     def say(self, text: str) -> None:
-        """Tell a person something that is not a step."""
+        """Tell a person something that is not a step; also when the log is closed, below the bar."""
         if self._show is not None:
             self._show.say(text)
 

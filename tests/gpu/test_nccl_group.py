@@ -45,7 +45,7 @@ class TestNcclGroup(GroupContract):
     def open(cls, comm) -> TorchGroup:
         return open_torch_group(comm, "nccl", timeout_seconds=60)
 
-    @pytest.fixture(params=[1, 2, 4], scope="class")
+    @pytest.fixture(scope="class")
     @classmethod
     def group(cls, request, comm, first):
         if request.param > comm.size:

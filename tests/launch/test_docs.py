@@ -1,7 +1,8 @@
 """Every command and every block of code in the README and in docs/ runs as it stands.
 
-A page's blocks run in order in one fresh folder that sees the project's ``configs``: ``python`` blocks as scripts, ``sh`` blocks in one shell
-each, with the project's commands on PATH. What cannot run everywhere (a site's batch system, a GPU) is marked ``text``.
+A page's blocks run in order in one fresh folder that sees the project's ``configs``: ``python`` blocks as scripts,
+``sh`` blocks in one shell each, with the project's commands on PATH. What cannot run everywhere (a site's batch
+system, a GPU) is marked ``text``.
 """
 
 from __future__ import annotations

@@ -273,6 +273,32 @@ def test_a_run_that_cannot_be_exits_with_2_and_says_why_once(override: str, mess
     assert not (folder / "run/checkpoints").exists()
 
 
+def test_a_wrong_option_exits_with_2_and_is_told_once(launch, folder: Path) -> None:
+    done = launch(3, *command(), "--nope")
+    assert done.returncode == 2
+    assert done.stderr.count("No such option") == done.stderr.count("Usage: ") == 1
+
+
+def test_a_configuration_that_one_rank_alone_cannot_read_is_told_by_that_rank(launch, folder: Path) -> None:
+    program = """
+import os
+from hpctrain.cli import main
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    os.chdir("corpus")
+main()
+"""
+    done = launch(2, "python", "-c", program, *command()[3:])
+    assert done.returncode not in (0, EXIT_REQUEUE)
+    assert re.search(r"rank 1 on \S+: hpctrain\.errors\.ConfigError: small\.toml cannot be read\n", done.stderr)
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(launch, folder: Path) -> None:
+    done = launch(2, *command("run.dir=small.toml/run"))
+    assert done.returncode == 1
+    message = "hpctrain: making the run's folder failed\n  small.toml/run: Not a directory\n  look at the folder's name"
+    assert done.stderr.count(message) == 1 and "Traceback" not in done.stderr
+
+
 def test_a_token_that_one_rank_alone_meets_ends_the_job_with_its_traceback(launch, folder: Path) -> None:
     # One document holds a token that the embedding has no row for; within the run each document is met.
     documents = [[number] * 16 for number in range(40)]
@@ -314,4 +340,6 @@ def test_a_terminal_shows_a_bar_also_through_mpirun(folder: Path) -> None:
         ending.cancel()
     os.close(ours)
     assert job.returncode == 0, shown.decode()
-    assert "━" in shown.decode() and b"2/2" in shown and b"made run/checkpoints" in shown
+    bar, _, tried = shown.decode().rpartition("made run/checkpoints")
+    assert "━" in bar and "2/2" in bar
+    assert "try: hpctrain ckpt inspect" in tried and "━" not in tried

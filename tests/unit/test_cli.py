@@ -125,7 +125,10 @@ def test_an_error_is_told_on_the_error_stream_without_a_traceback(
 def test_an_error_is_told_by_the_first_rank_alone(small: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr("hpctrain.cli.GRACE_SECONDS", 0.0)
     assert run("plan", small, "--set", "x=1") == (2, "", "")
+    assert run("plan", small, "--nope") == run("nope") == (2, "", "")
+    assert run("--version") == (0, f"hpctrain {__version__}\n", "")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     assert run("plan", small, "--set", "x=1")[2].startswith(f"hpctrain: {small}: x is not a known key\n")
 

@@ -40,6 +40,7 @@ def test_no_closing_line_counts_as_nothing() -> None:
         (NEEDED, 0, {"passed": 3}, ""),
         (NEEDED, 1, {"passed": 3, "failed": 1}, "failed (exit code 1)"),
         (NEEDED, 139, {"passed": 3}, "failed (exit code 139)"),
+        (NEEDED, 1, {}, "failed (exit code 1)"),
         (NEEDED, 124, {}, "did not end in 2400 s"),
         (NEEDED, 0, {"skipped": 3}, "no test ran (exit code 0)"),
         (NEEDED, 5, {}, "no test ran (exit code 5)"),

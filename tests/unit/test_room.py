@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.comm.meet import own_cores, room_to_spin
-from hpctrain.comm.window import SPARE_BYTES, backing, fits, room
+from hpctrain.comm.room import SPARE_BYTES, backing, fits, room
 
 
 def test_a_window_that_would_fill_the_folder_does_not_fit():
