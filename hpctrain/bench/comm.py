@@ -55,7 +55,7 @@ Call = Callable[[], object]
 Maker = Callable[[Tensors], Call]
 
 OURS: dict[str, Callable[[Group, Tensors], Call]] = {
-    "all_reduce": lambda group, t: partial(group.all_reduce, t.whole, "max"),  # a sum would grow from call to call
+    "all_reduce": lambda group, t: partial(group.all_reduce, t.whole),  # of zeros, which no sum lets grow
     "reduce_scatter": lambda group, t: partial(group.reduce_scatter, t.piece, t.whole),
     "all_gather": lambda group, t: partial(group.all_gather, t.whole, t.piece),
     "all_to_all": lambda group, t: partial(group.all_to_all, t.target, t.whole),
@@ -128,7 +128,7 @@ def _gloo(comm: MPI.Comm) -> tuple[dict[str, Maker], Call]:
     group = open_torch_group(comm, "gloo")
     gloo = group.process_group
     reduced = AllreduceOptions()
-    reduced.reduceOp = ReduceOp.MAX
+    reduced.reduceOp = ReduceOp.SUM
     calls: dict[str, Maker] = {
         "all_reduce": lambda t: lambda: gloo.allreduce([t.whole], reduced).wait(),
         "reduce_scatter": lambda t: lambda: gloo._reduce_scatter_base(t.piece, t.whole).wait(),
