@@ -24,11 +24,11 @@ from hpctrain.precision.scale import LossScale
 STEPS, LAST = 60, 10
 # compute, fp8 -> the most by which the mean loss of the last steps may differ from fp32's, relative
 BOUNDS = {
-    ("bf16", "none"): 0.005,
-    ("fp16", "none"): 0.005,
-    ("bf16", "tensor"): 0.02,
-    ("bf16", "block"): 0.02,
-    ("fp32", "block"): 0.02,
+    ("bf16", "none"): 0.001,
+    ("fp16", "none"): 0.001,
+    ("bf16", "tensor"): 0.005,
+    ("bf16", "block"): 0.005,
+    ("fp32", "block"): 0.005,
 }
 
 
