@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 2.0  # how long a failing rank looks whether all others fail alike
 CLEANUP_SECONDS = 5.0  # how long the ``finally`` blocks outside the ``with`` block may take
+DRAIN_SECONDS = 0.5  # for the launcher to read what was printed: mpirun drops what a rank says just before it ends
 EXIT_INTERRUPTED = 130
 
 
@@ -159,6 +160,7 @@ class Guard:
         sys.stdout.flush()
         sys.stderr.flush()
         if self._comm is not None:
+            within(lambda: False, DRAIN_SECONDS)
             from mpi4py import MPI
 
             # All of MPI_COMM_WORLD: of another communicator, MPICH under srun ends this rank alone. And under srun it
