@@ -59,7 +59,7 @@ def _ours(config: Path, prefix: str, ranks: int, launcher: str) -> float:
 
 
 def _torchrun(config: Path, prefix: str, ranks: int, launcher: str) -> float:
-    program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0"]
+    program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     began = time.time()
     return float(_finish([*program, "-m", "hpctrain.bench.ddp", str(config), prefix]).split()[-1]) - began
 
