@@ -16,11 +16,11 @@ from torch import Tensor
 from hpctrain.comm.group import Group
 from hpctrain.config import OptimConfig
 from hpctrain.optim.adamw import AdamW, factors, move, plain
-from hpctrain.optim.codes import BLOCK, decode, encode, largest, stretched
+from hpctrain.optim.codes import decode, encode, largest, stretched
 from hpctrain.optim.flat import Flat, Piece
 from hpctrain.optim.optimizer import Optimizer, State
+from hpctrain.plan.states import BLOCK, SMALL
 
-SMALL = 4096  # elements: below, a parameter keeps its means as they are; they weigh nothing, and norms are touchy
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 

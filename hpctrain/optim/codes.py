@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-BLOCK = 256
+from hpctrain.plan.states import BLOCK
+
 DECADES = 7
 
 

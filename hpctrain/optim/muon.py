@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from hpctrain.config import OptimConfig
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.flat import Flat
 from hpctrain.optim.optimizer import Entry, Optimizer, State
+from hpctrain.plan.states import orthogonal
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at zero, between 0.7 and 1.2 after five steps
 FORMATS = {"cuda": torch.bfloat16}  # of the iteration and of what travels; elsewhere the parameter's own
@@ -43,7 +43,7 @@ class Muon(Optimizer):
 
     def __init__(self, flats: Sequence[Flat], config: OptimConfig, group: Group, seed: int = 0) -> None:
         super().__init__(flats, config, group, seed)
-        matrices = [entry for entry in self.entries.values() if orthogonal(entry, config.muon_except)]
+        matrices = [entry for entry in self.entries.values() if orthogonal(entry.name, entry.shape, config.muon_except)]
         self.waves = waves(matrices, group.size)
         self.momentum = {entry.name: torch.zeros_like(self.here(entry.name)) for entry in matrices}
         self.rest = AdamW(self.parts(lambda entry: entry.name not in self.momentum), config, group)
@@ -109,11 +109,6 @@ class Muon(Optimizer):
         if self.group.rank >= len(wave):
             return [0] * self.group.size
         return [stop - start for start, stop in wave[self.group.rank].runs]
-
-
-def orthogonal(entry: Entry, excepted: Sequence[str]) -> bool:
-    """Whether Muon takes a parameter: a matrix, by the number of its dims, whose name is not among the exceptions."""
-    return len(entry.shape) == 2 and entry.size > 0 and not any(fnmatchcase(entry.name, name) for name in excepted)
 
 
 def waves(matrices: Sequence[Entry], ranks: int) -> list[list[Entry]]:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.config import Config
+from hpctrain.config import Config, OptimConfig
 from hpctrain.errors import PlanError
 from hpctrain.plan.formats import FORMATS, Format
-from hpctrain.plan.layout import ITEMSIZE, Layout
+from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
+from hpctrain.plan.states import state_bytes
 from hpctrain.plan.topology import Topology
 from hpctrain.plan.units import REPLICA, SHARD, STAGES, Member, Stage, Unit, arrange, choose, room
 from hpctrain.plan.weights import ModelShape, Weight, parameters, weights
@@ -105,7 +106,7 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
         zero=config.parallel.zero,
         gather_bytes=gather_bytes,
         schedule=accumulate(_microbatches(config, mesh.size(REPLICA, SHARD))),
-        bytes=_bytes(units, stage, mesh.size(*stage.axes), gather_bytes, format),
+        bytes=_bytes(units, stage, mesh.size(*stage.axes), gather_bytes, format, config.optim),
         reasons=tuple(_reasons(config, mesh)),
     )
 
@@ -117,7 +118,9 @@ def cut(found: Iterable[Weight], dtype: str) -> tuple[Unit, ...]:
     return arrange(Member.of(weight.name, weight.shape, weight.decay, dtype, blocks) for weight in found)
 
 
-def _bytes(units: tuple[Unit, ...], stage: Stage, sharers: int, gather_bytes: int, format: Format) -> dict[str, int]:
+def _bytes(
+    units: tuple[Unit, ...], stage: Stage, sharers: int, gather_bytes: int, format: Format, optim: OptimConfig
+) -> dict[str, int]:
     """Of the first rank, whose intervals are the largest."""
     whole = sum(unit.total for unit in units)
     own = sum(stop - start for start, stop in (unit.interval(sharers, 0) for unit in units))
@@ -128,7 +131,7 @@ def _bytes(units: tuple[Unit, ...], stage: Stage, sharers: int, gather_bytes: in
     return {
         "weights": format.weight_bytes(own if stage.weights else whole) + format.master_bytes(own),
         "gradients": format.gradient_bytes(own if stage.gradients else whole),
-        "optimizer": 2 * own * ITEMSIZE[format.master],
+        "optimizer": state_bytes(units, sharers, 0, optim, format.master),
         "buffers": stage.gradients * reduced + stage.weights * gathered,
     }
 

@@ -13,7 +13,8 @@ from hpctrain.comm.group import SoloGroup
 from hpctrain.config import OptimConfig
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.adamw8bit import AdamW8bit
-from hpctrain.optim.codes import BLOCK, decode, encode, largest, stretched, table
+from hpctrain.optim.codes import decode, encode, largest, stretched, table
+from hpctrain.plan.states import BLOCK
 from tests.contract.optimizer import OptimizerContract
 from tests.support import shards
 

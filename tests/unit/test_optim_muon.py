@@ -13,8 +13,9 @@ from hpctrain.comm.group import SoloGroup
 from hpctrain.config import OptimConfig
 from hpctrain.optim import muon
 from hpctrain.optim.adamw import AdamW
-from hpctrain.optim.muon import Muon, newton_schulz, orthogonal, waves
+from hpctrain.optim.muon import Muon, newton_schulz, waves
 from hpctrain.optim.optimizer import Entry
+from hpctrain.plan.states import orthogonal
 from tests.contract.optimizer import SHAPES, OptimizerContract
 from tests.support import shards
 
@@ -86,7 +87,7 @@ def test_the_iteration_is_its_polynomial_on_the_singular_values(shape):
     ],
 )
 def test_the_matrices_of_hidden_layers_are_taken_and_no_others(name, shape, taken):
-    assert orthogonal(Entry(name, shape, True, ((0, 0),)), OptimConfig().muon_except) == taken
+    assert orthogonal(name, shape, OptimConfig().muon_except) == taken
 
 
 def test_names_may_be_excepted_by_the_configuration():
