@@ -268,6 +268,8 @@ def small_disk(folder: Path, four: Group) -> Iterator[Path]:
 def test_a_disk_that_fills_in_mid_save_leaves_the_last_checkpoint_whole(
     small_disk: Path, four: Group, monkeypatch: pytest.MonkeyPatch, writer: str, dim: int
 ):
+    if writer == "mpio" and dim and MPI.get_vendor() >= ("Open MPI", (5,)):
+        pytest.skip("Open MPI 5 does not come back from a collective write that meets a full disk")
     layouts = {"model/a": Layout((600, 8000), "float32", (Cut(dim, ("dp",)),))}  # 19 MB
     put(small_disk, four, layouts, 1, writer=writer)
 
