@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as c10d  # has all options and groups;
 from torch import Tensor
 
 from hpctrain.comm.group import DONE, Group, Handle, Op, SoloGroup
+from hpctrain.comm.reduce import WIDE
 from hpctrain.comm.store import SharedStore, open_store
 from hpctrain.errors import CommError, LateError
 
@@ -264,7 +265,7 @@ def _told(where: str) -> Iterator[None]:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return WIDE.get(dtype, dtype)
 
 
 def _summable(x: Tensor, op: Op) -> Tensor:

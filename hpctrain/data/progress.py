@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hpctrain.watch.terminal import columns
 
 Tell = Callable[[Counter[str], int], None]
 """Told on the leading rank after each round: how many bytes, documents, tokens ... are done, and the bytes of all."""
@@ -20,14 +23,16 @@ LINE_SECONDS = 10.0  # between two lines of a log
 @contextmanager
 def shown(stream: TextIO) -> Iterator[Tell]:
     """What ``prepare`` tells, shown on ``stream`` in the way that suits it."""
-    with (_bar if stream.isatty() else _lines)(stream) as tell:
+    width = columns() if stream is sys.stderr else None
+    with _lines(stream) if width is None else _bar(stream, width) as tell:
         yield tell
 
 
 @contextmanager
-def _bar(stream: TextIO) -> Iterator[Tell]:
-    columns = (TextColumn("prepare"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[text]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(file=stream)) as progress:
+def _bar(stream: TextIO, width: int) -> Iterator[Tell]:
+    parts = (TextColumn("prepare"), BarColumn(width // 5), DownloadColumn(), TextColumn("{task.fields[text]}"))
+    console = Console(file=stream, force_terminal=True, width=width)  # through mpirun's pipe as well
+    with Progress(*parts, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("prepare", total=None, text="")
 
         def tell(done: Counter[str], total: int) -> None:

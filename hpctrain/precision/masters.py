@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+from hpctrain.comm.reduce import WIDE
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ import pytest
 
 from hpctrain.checkpoint import keep
 from hpctrain.data import tokens
-from tests.launch.conftest import ROOT, Job, Launch
+from tests.support.jobs import ROOT, Job, Launch
 
 STEPS = 24
 CONFIG = f"""
@@ -342,4 +342,5 @@ def test_a_terminal_shows_a_bar_also_through_mpirun(folder: Path) -> None:
     assert job.returncode == 0, shown.decode()
     bar, _, tried = shown.decode().rpartition("made run/checkpoints")
     assert "━" in bar and "2/2" in bar
+    assert "prepare" in bar and "prepare 100%" not in bar  # that is the line of a log
     assert "try: hpctrain ckpt inspect" in tried and "━" not in tried

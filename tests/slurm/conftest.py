@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import ROOT, VENVS, Job
+from tests.support.jobs import ROOT, VENVS, Job
 
 LAB = ROOT / "slurm/lab"
 EX_UNAVAILABLE = 69

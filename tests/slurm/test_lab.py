@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.conftest import ROOT
 from tests.slurm.conftest import LAB, UP_SECONDS, library
+from tests.support.jobs import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("lab")]  # where the first can be had, others can
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.conftest import ROOT
+from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.slurm
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import ROOT
+from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.slurm
 

@@ -17,6 +17,7 @@ import pytest
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import DataConfig, SourceConfig
 from hpctrain.data import prepare as preparing
+from hpctrain.data import progress
 from hpctrain.data.prepare import Request, prepare, ready
 from hpctrain.data.progress import shown
 from hpctrain.data.tokenizer import beside, train
@@ -202,7 +203,8 @@ def test_in_a_log_progress_is_plain_lines_the_last_one_complete():
 def test_on_a_terminal_progress_is_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     stream = io.StringIO()
-    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "columns", lambda: 100)
     with shown(stream) as tell:
         tell(Counter(bytes=101, documents=1234, tokens=99), 100)
     assert "━" in stream.getvalue() and "1,234 documents" in stream.getvalue()
