@@ -23,7 +23,7 @@ from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
 from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, HpctrainError
-from hpctrain.model.init import initialise
+from hpctrain.model.init import filler, hollow
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.clip import global_norm, scale_
 from hpctrain.optim.optimizer import Optimizer
@@ -89,13 +89,13 @@ class Job:
     def build(cls, config: Config, plan: Plan, groups: Groups, device: torch.device) -> Job:
         """Make this rank's part of a run, with the weights of step 0. All ranks of the groups call it."""
         dtype, compute = (getattr(torch, name) for name in (plan.dtype, FORMATS[config.precision.compute].compute))
-        model = Transformer(plan.shape).to(device=device, dtype=dtype)
-        initialise(model, plan.shape, config.run.seed)
+        model = hollow(lambda: Transformer(plan.shape), dtype, device)
         recompute(model, config.train.recompute)
         in_fp8(model.blocks, config.precision.fp8)
         stage, everyone = STAGES[plan.zero], groups[REPLICA, SHARD]
         inner, outer = groups[stage.axes], groups[stage.replicas]
-        sharded = Sharded(model, plan.units, stage, inner, outer, plan.gather_bytes, compute)
+        fill = filler(plan.shape, config.run.seed)
+        sharded = Sharded(model, plan.units, stage, inner, outer, plan.gather_bytes, compute, fill)
         optimizer = OPTIMIZERS[config.optim.kind](sharded.flats(), config.optim, sharded.group, config.run.seed)
         meter = Meter(device, flops_per_token(plan.shape), groups.whole.size * peak_flops(config, device, compute))
         runner = Runner(plan.schedule, model, sharded, everyone, meter, config.run.seed)

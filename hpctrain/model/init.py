@@ -8,6 +8,7 @@ elements; a block is always made whole and in one thread, so its bits do not dep
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy
 import torch
@@ -21,6 +22,30 @@ BLOCK = 16384  # elements: below torch's grain for threads, and small enough to 
 WORDS = 4  # 64-bit numbers that Philox makes of one value of its counter
 
 
+Fill = Callable[[str, int, Tensor], None]
+"""Writes elements of a weight into a 1-D tensor: takes its name, the index of the first element, the tensor."""
+
+
+def hollow(make: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The module that ``make`` gives, with parameters that have a shape and no memory; nothing can be written there.
+
+    Whoever gives the parameters memory fills them too, so a rank never has more of a model than is its part.
+    """
+    with torch.device("meta"):
+        module = make()
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            nothing = torch.full((), torch.nan, dtype=dtype, device=device).expand(parameter.shape)
+            setattr(part, name, nn.Parameter(nothing, parameter.requires_grad))
+    return module
+
+
+def filler(shape: ModelShape, seed: int) -> Fill:
+    """What fills the parameters of a model, any interval of each, with what they are at the first step."""
+    known = {weight.name: weight for weight in weights(shape)}
+    return lambda name, first, out: fill(out, known[name], seed, first)
+
+
 def initialise(model: nn.Module, shape: ModelShape, seed: int) -> None:
     """Fill every parameter of ``model`` in place."""
     with torch.no_grad():
@@ -28,6 +53,7 @@ def initialise(model: nn.Module, shape: ModelShape, seed: int) -> None:
             fill(model.get_parameter(weight.name).view(-1), weight, seed)
 
 
+@torch.no_grad()
 def fill(out: Tensor, weight: Weight, seed: int, start: int = 0) -> Tensor:
     """Write elements ``start`` and following of the flattened weight into all of ``out`` (1-D), and give it back."""
     if weight.std == 0:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group, Handle
+from hpctrain.model.init import Fill
 from hpctrain.optim.flat import Flat, Piece
 from hpctrain.plan.units import Slot, Stage, Unit
 from hpctrain.precision.masters import Masters, wide
@@ -123,8 +124,12 @@ def build(
     inner: Group,
     outer: Group,
     compute: torch.dtype | None,
+    fill: Fill | None = None,
 ) -> list[Part]:
-    """Move parameters into flat memory. ``inner`` shares the units, ``outer`` has replicas. Collective over both."""
+    """Give parameters flat memory. ``inner`` shares the units, ``outer`` has replicas. Collective over both.
+
+    ``fill`` says what they are to be, their own values where not given; it is asked for what this rank owns alone.
+    """
     formats = [compute or parameters[unit.slots[0].name].dtype for unit in units]
     devices = [parameters[unit.slots[0].name].device for unit in units]
     place = _Place(units, devices, inner)
@@ -139,23 +144,34 @@ def build(
     for unit, full, own, gradient, buffer in zip(units, fulls, owns, gradients, buffers, strict=True):
         mine = {slot.name: parameters[slot.name] for slot in unit.slots}
         made.append(_part(unit, mine, inner, full, own, gradient, buffer))
+        _fill(made[-1], fill or _values(mine))
         made[-1].hide() if stage.weights else made[-1].bind()
     return made
 
 
 def _part(unit, parameters, inner: Group, full: Tensor, own: Tensor, gradient: Tensor, buffer: Tensor | None) -> Part:
-    """A unit whose own interval has the values of the parameters; only that, since others may share the memory."""
     bounds = [unit.interval(inner.size, rank) for rank in range(inner.size)]
-    start, stop = bounds[inner.rank]
-    values = [_values(parameters[slot.name], slot, start, stop) for slot in unit.slots]
-    masters = Masters([own], [torch.cat(values)])
-    return Part(unit, parameters, tuple(b - a for a, b in bounds), start, full, own, masters, gradient, buffer)
+    sizes, start = tuple(stop - start for start, stop in bounds), bounds[inner.rank][0]
+    return Part(unit, parameters, sizes, start, full, own, Masters([own]), gradient, buffer)
 
 
-def _values(parameter: nn.Parameter, slot: Slot, start: int, stop: int) -> Tensor:
-    """The parameter's elements in [start, stop) of its unit, in row-major order whatever its strides are."""
-    first, last = (min(max(edge, slot.start), slot.stop) - slot.start for edge in (start, stop))
-    return parameter.detach().reshape(-1)[first:last]
+@torch.no_grad()
+def _fill(part: Part, fill: Fill) -> None:
+    """Write the own interval; only that, since the ranks may share the memory."""
+    for slot in part.unit.slots:
+        share = part.share(slot, part.master)
+        if share.numel():
+            fill(slot.name, max(part.start - slot.start, 0), share)
+    part.masters.round()
+
+
+def _values(parameters: Mapping[str, nn.Parameter]) -> Fill:
+    """Parameters' own elements, in row-major order whatever their strides are."""
+
+    def fill(name: str, first: int, out: Tensor) -> None:
+        out.copy_(parameters[name].detach().reshape(-1)[first : first + out.numel()])
+
+    return fill
 
 
 class _Place:
@@ -168,9 +184,9 @@ class _Place:
         self.devices, self.inner = devices, inner
 
     def apart(self, formats: Sequence[torch.dtype]) -> list[Tensor]:
-        """Memory that can be taken from each unit alone."""
+        """Memory that comes and goes for each unit alone; gone now, so that there never is a whole model."""
         rows = zip(self.totals, formats, self.devices, strict=True)
-        return [torch.empty(total, dtype=format, device=device) for total, format, device in rows]
+        return [_gone(torch.empty(total, dtype=format, device=device)) for total, format, device in rows]
 
     def arena(self, formats: Sequence[torch.dtype], make: Make) -> list[Tensor]:
         """One memory for all units of a format."""
@@ -193,6 +209,11 @@ class _Place:
             memory = make(sum(lengths), key[0]).to(key[1])
             laid |= {i: part[: sizes[i]] for i, part in zip(chosen, memory.split(lengths), strict=True)}
         return [laid[i] for i in range(len(sizes))]
+
+
+def _gone(memory: Tensor) -> Tensor:
+    memory.untyped_storage().resize_(0)
+    return memory
 
 
 def _common(group: Group) -> Make:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group, Handle, SoloGroup
 from hpctrain.errors import ConfigError, HpctrainError, ShapeError
+from hpctrain.model.init import Fill
 from hpctrain.optim.flat import Flat
 from hpctrain.optim.optimizer import Optimizer
 from hpctrain.parallel.conveyor import Conveyor
@@ -62,7 +63,8 @@ class Sharded:
 
     Collective: all ranks of both groups make it, from modules with the same parameters in the same order, and take the
     same steps. ``units`` cover just the parameters that have a gradient and elements. ``compute`` is the format in
-    which weights multiply, their own where not given.
+    which weights multiply, their own where not given; ``fill`` gives the weights of the first step, by default what the
+    parameters are.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class Sharded:
         outer: Group,
         gather_bytes: int | None = None,
         compute: torch.dtype | None = None,
+        fill: Fill | None = None,
     ) -> None:
         self.module, self.stage, self.group, self.outer = module, stage, inner, outer
         self._parameters = dict(module.named_parameters())
         units = tuple(units)
-        self.parts = build(units, self._parameters, stage, inner, outer, compute)
+        self.parts = build(units, self._parameters, stage, inner, outer, compute, fill)
         self._place = {slot.name: (part, slot) for part in self.parts for slot in part.unit.slots}
         self._flats = [flat for part in self.parts for flat in part.flats()]
         self._buffers = [buffer for name, buffer in module.named_buffers() if name in module.state_dict()]
@@ -232,22 +235,25 @@ def shard(
     decay: Callable[[str, nn.Parameter], bool] = lambda name, parameter: parameter.dim() > 1,
     gather_bytes: int | None = None,
     compute: torch.dtype | None = None,
+    fill: Fill | None = None,
 ) -> Sharded:
     """Share any module over the ranks of ``group``, in a stage of ZeRO; all start from the first rank's weights.
 
     ``replicas`` are the ranks that have the same part as this one, in other copies of ``group``. ``units`` are classes
     of modules, or names of modules; the members of the outermost lists and dicts of modules when not given. In stage 3
     a unit's weights are there while its forward or backward runs, ``gather_bytes`` of them at once; every rank runs
-    the units in the same order. ``decay`` says which parameters have weight decay. Collective.
+    the units in the same order. ``decay`` says which parameters have weight decay. Where ``fill`` says what trained
+    parameters are to be, they need no memory (``hpctrain.model.init.hollow``). Collective.
     """
     if stage not in STAGES:
         raise ConfigError(f"stage = {stage} is none of ZeRO's", "", f"use one of {', '.join(map(str, STAGES))}")
     switches, replicas = STAGES[stage], replicas or SoloGroup()
     inner, outer = (group, replicas) if switches.states else (SoloGroup(), group)
     for tensor in (*module.parameters(), *module.buffers()):
-        _share(tensor.detach(), group, replicas)
+        if fill is None or not tensor.requires_grad:
+            _share(tensor.detach(), group, replicas)
     members = _members(module, _names(module, units), decay)
-    return Sharded(module, arrange(members), switches, inner, outer, gather_bytes, compute)
+    return Sharded(module, arrange(members), switches, inner, outer, gather_bytes, compute, fill)
 
 
 def _names(module: nn.Module, units: Any) -> list[str]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.config import ModelConfig
-from hpctrain.model.init import BLOCK, fill, fill_box, initialise
+from hpctrain.model.init import BLOCK, fill, fill_box, hollow, initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.plan.layout import Box
 from hpctrain.plan.weights import ModelShape, Weight, weights
@@ -86,3 +86,13 @@ def test_a_model_is_filled_wholly_and_equally_for_one_seed(family):
         first, second = (model.get_parameter(weight.name) for model in models)
         assert torch.equal(first, second) and first.isfinite().all()
         assert torch.equal(first.flatten(), fill(torch.empty(weight.size), weight, seed=3))
+
+
+def test_a_hollow_model_has_every_shape_and_no_memory():
+    shape = ModelShape.of(ModelConfig(layers=2, width=32, heads=2), 64)
+    model = hollow(lambda: Transformer(shape), torch.bfloat16, torch.device("cpu"))
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {w.name: w.shape for w in weights(shape)}
+    assert all(p.dtype == torch.bfloat16 and p.requires_grad and p.isnan().all() for p in model.parameters())
+    assert all(p.untyped_storage().nbytes() == 2 for p in model.parameters())
+    with pytest.raises(RuntimeError):  # nobody's memory is written by mistake
+        initialise(model, shape, seed=1)

@@ -12,7 +12,7 @@ from hpctrain.comm.group import Group, Handle, SoloGroup
 from hpctrain.config import ModelConfig
 from hpctrain.data.batch import IGNORE, MicroBatch
 from hpctrain.errors import HpctrainError
-from hpctrain.model.init import initialise
+from hpctrain.model.init import filler, hollow, initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.pipeline import Runner
 from hpctrain.parallel.zero import Sharded, shard
@@ -291,3 +291,27 @@ def test_however_samples_are_dealt_to_ranks_and_micro_batches_the_gradients_are_
     assert abs(loss - expected_loss) < 1e-12
     assert_equal(found, expected)
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_makes_just_the_weights_that_it_owns(stage: int) -> None:
+    make = filler(SHAPE, 5)
+
+    def act(group: Group) -> tuple[dict[str, Tensor], int, int]:
+        asked: list[int] = []
+
+        def fill(name: str, first: int, out: Tensor) -> None:
+            asked.append(out.numel())
+            make(name, first, out)
+
+        model = hollow(lambda: Transformer(SHAPE), torch.float64, torch.device("cpu"))
+        data = shard(model, group, stage, fill=fill)
+        with data.whole():
+            found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return found, sum(asked), sum(part.own.numel() for part in data.parts)
+
+    expected = Transformer(SHAPE).double()
+    initialise(expected, SHAPE, seed=5)
+    for found, asked, owned in threads.run(3, act):
+        assert asked == owned
+        assert all(torch.equal(found[name], parameter) for name, parameter in expected.named_parameters())
