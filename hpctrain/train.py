@@ -19,7 +19,7 @@ from hpctrain.cluster.stop import listening
 from hpctrain.cluster.world import World
 from hpctrain.comm.groups import Groups
 from hpctrain.comm.together import led
-from hpctrain.config import Config
+from hpctrain.config import Config, ParallelConfig
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
 from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, HpctrainError
@@ -31,11 +31,12 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.rate import rate
 from hpctrain.parallel.pipeline import Runner
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.zero import Sharded
-from hpctrain.plan.formats import FORMATS
+from hpctrain.parallel.units import Ranks
+from hpctrain.parallel.zero import Formats, Sharded
+from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.plan import Plan, decide, lay
-from hpctrain.plan.units import REPLICA, SHARD, STAGES
+from hpctrain.plan.units import FAR, NEAR, REPLICA, SHARD, STAGES, neighbours
 from hpctrain.plan.weights import flops_per_token
 from hpctrain.precision.fp8 import in_fp8
 from hpctrain.precision.scale import LossScale
@@ -88,14 +89,15 @@ class Job:
     @classmethod
     def build(cls, config: Config, plan: Plan, groups: Groups, device: torch.device) -> Job:
         """Make this rank's part of a run, with the weights of step 0. All ranks of the groups call it."""
-        dtype, compute = (getattr(torch, name) for name in (plan.dtype, FORMATS[config.precision.compute].compute))
+        format = Format.of(config.precision)
+        dtype, compute, summed = (getattr(torch, name) for name in (format.master, format.compute, format.summed))
         model = hollow(lambda: Transformer(plan.shape), dtype, device)
         recompute(model, config.train.recompute)
         in_fp8(model.blocks, config.precision.fp8)
         stage, everyone = STAGES[plan.zero], groups[REPLICA, SHARD]
-        inner, outer = groups[stage.axes], groups[stage.replicas]
         fill = filler(plan.shape, config.run.seed)
-        sharded = Sharded(model, plan.units, stage, inner, outer, plan.gather_bytes, compute, fill)
+        formats = Formats(compute, summed, *travelling(config.parallel))
+        sharded = Sharded(model, plan.units, stage, sharers(config, plan, groups), formats, plan.gather_bytes, fill)
         optimizer = OPTIMIZERS[config.optim.kind](sharded.flats(), config.optim, sharded.group, config.run.seed)
         meter = Meter(device, flops_per_token(plan.shape), groups.whole.size * peak_flops(config, device, compute))
         runner = Runner(plan.schedule, model, sharded, everyone, meter, config.run.seed)
@@ -143,6 +145,21 @@ class Job:
         count = min(self.config.train.validate_batches, batches.validation_batches)
         parts = [m for index in range(count) for m in batches.validation(index, group.rank, group.size)]
         return {"validation_loss": self.runner.evaluate([m.to(self.meter.device) for m in parts])}
+
+
+def sharers(config: Config, plan: Plan, groups: Groups) -> Ranks:
+    """The groups that share the model. Collective."""
+    stage, near = STAGES[plan.zero], config.parallel.near
+    inner, outer = groups[stage.axes], groups[stage.replicas]
+    if near is None:
+        return Ranks(inner, outer)
+    around = groups.regroup(neighbours(plan.mesh, near))
+    return Ranks(inner, outer, around[NEAR], around[FAR])
+
+
+def travelling(parallel: ParallelConfig) -> tuple[str | None, str | None]:
+    """In what weights and gradients travel, None for as they are."""
+    return tuple(None if form == "exact" else form for form in (parallel.gather_in, parallel.reduce_in))
 
 
 def finite(norm: float, loss: float, step: int) -> float:

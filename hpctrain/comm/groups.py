@@ -60,13 +60,25 @@ class Groups:
         """The group of every rank of the mesh, in mesh order."""
         return self[tuple(name for name, _ in self.mesh.axes)]
 
+    def regroup(self, mesh: Mesh) -> Groups:
+        """The groups of the same ranks under other axes; those that are the same are shared. Collective as ``open``.
+
+        They are closed with the groups that they come from.
+        """
+        other = Groups(mesh.fit(self.mesh.ranks_total), self.rank, self._comm, self._open)
+        other._by_ranks, other._parts = self._by_ranks, self._parts
+        for name, _ in mesh.axes:
+            other._split((name,))
+        return other
+
     def close(self) -> None:
         """Close every group. Collective."""
         for group in self._by_ranks.values():
             group.close()
         for part in self._parts:
             part.Free()
-        self._by_ranks, self._parts = {}, []
+        self._by_ranks.clear()
+        self._parts.clear()
 
     def _split(self, axes: tuple[str, ...]) -> None:
         """Split the world by colour. Collective over the world: whether to split is the same for all its ranks."""

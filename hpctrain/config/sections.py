@@ -140,6 +140,9 @@ class PrecisionConfig(Section):
     compute: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
     """Format of weights and activations where they multiply. Under bf16 and fp16 the optimizer updates fp32 masters
     of the weights, and gradients are summed in fp32. fp64 is for proofs of equality."""
+    gradients: Literal["wide", "compute"] = "wide"
+    """Format in which gradients are summed, over micro-batches and ranks, and travel: ``wide`` is fp32 under 16-bit
+    formats, ``compute`` is that of ``precision.compute``: half the bytes, and each sum rounded."""
     fp8: Literal["none", "tensor", "block"] = "none"
     """Products of the blocks' linear maps in fp8: e4m3 forward, e5m2 for gradients. ``tensor`` has one scale a tensor,
     ``block`` one for 1 x 128 activations and for 128 x 128 weights."""
@@ -149,6 +152,16 @@ class PrecisionConfig(Section):
     """Steps without an overflow that double the loss scale; an overflow halves it and leaves its step out."""
     scale_floor: float = Field(1.0, gt=0)
     """The smallest loss scale; an overflow at it ends the run."""
+
+    @model_validator(mode="after")
+    def _sums_hold_small_gradients(self) -> PrecisionConfig:
+        if self.gradients == "compute" and self.compute == "fp16":
+            raise ConfigError(
+                'precision.gradients = "compute" does not go with precision.compute = "fp16"',
+                "without the loss scale, which is taken off before the update, small gradients vanish in fp16",
+                'leave precision.gradients out, or set precision.compute to "bf16"',
+            )
+        return self
 
 
 class OptimConfig(Section):
@@ -215,6 +228,27 @@ class ParallelConfig(Section):
     gather_mib: float | Auto = "auto"
     """Weights of blocks alive at once under ``zero = 3``, in MiB, as far as one block fits; ``auto`` is twice the
     largest block: one in use and one on its way."""
+    near: int | None = Field(None, ge=1)
+    """Under ``zero = 3``, so many neighbours keep a second copy of the weights among them between a step's first gather
+    and its end, so that all others stay among neighbours; best the ranks of a node. None keeps no second copy."""
+    gather_in: Literal["exact", "int8", "fp8"] = "exact"
+    """Format in which weights travel under ``zero = 3``: their own, or 8 bits and a scale for each 256."""
+    reduce_in: Literal["exact", "int8", "fp8"] = "exact"
+    """Likewise gradients, under ``zero`` 1 to 3; with ``near`` they are added up among neighbours first."""
+
+    @model_validator(mode="after")
+    def _travels_what_is_shared(self) -> ParallelConfig:
+        for key, least, why in (
+            ("near", 3, "only weights that ranks share are gathered again and again"),
+            ("gather_in", 3, "only weights that ranks share come and go"),
+            ("reduce_in", 1, "where ranks share nothing, gradients have no owner to travel to"),
+        ):
+            if getattr(self, key) not in (None, "exact") and self.zero < least:
+                mend = f"set parallel.zero to {' or '.join(map(str, range(least, 4)))}, or leave parallel.{key} out"
+                raise ConfigError(
+                    f"parallel.{key} = {getattr(self, key)!r} with parallel.zero = {self.zero}", why, mend
+                )
+        return self
 
 
 class CheckpointConfig(Section):

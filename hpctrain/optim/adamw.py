@@ -37,7 +37,11 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def update(self, rate: float, step: int) -> None:
-        {"fp32": self._update_at_once, "bf16": self._update_in_blocks}[self.config.states](rate, step)
+        narrow = any(flat.gradient.dtype != flat.parameter.dtype for flat in self.flats)
+        if self.config.states == "bf16":
+            self._update_in_blocks(rate, step)
+        else:
+            (self._update_in_turn if narrow else self._update_at_once)(rate, step)
 
     def _update_at_once(self, rate: float, step: int) -> None:
         rows = [row for row in zip(self.flats, self.exp_avg, self.exp_avg_sq, strict=True) if row[0].parameter.numel()]
@@ -46,6 +50,15 @@ class AdamW(Optimizer):
             parameters, gradients = [flat.parameter for flat in flats], [flat.gradient for flat in flats]
             steps = [torch.tensor(step + 1.0, device=flat.parameter.device) for flat in flats]
             UPDATE(parameters, gradients, list(means), list(squares), [], steps, **factors(self.config, rate, decay))
+
+    def _update_in_turn(self, rate: float, step: int) -> None:
+        """A chunk at a time, so that gradients are never all wide at once."""
+        now = torch.tensor(step + 1.0, device=self.like.device)
+        for flat, *means in zip(self.flats, self.exp_avg, self.exp_avg_sq, strict=True):
+            chunks = zip(*(x.split(self.chunk) for x in (flat.parameter, flat.gradient, *means)), strict=True)
+            for x, gradient, mean, square in chunks if flat.parameter.numel() else ():
+                wide = gradient.to(x.dtype)
+                UPDATE([x], [wide], [mean], [square], [], [now.clone()], **factors(self.config, rate, flat.decay))
 
     def _update_in_blocks(self, rate: float, step: int) -> None:
         now = torch.tensor(step + 1.0)
@@ -56,7 +69,7 @@ class AdamW(Optimizer):
                     tensor[piece.start : piece.stop] for tensor in (flat.parameter, flat.gradient, means, squares)
                 )
                 exact = mean.to(x.dtype), square.to(x.dtype)
-                plain([x], [gradient], [exact[0]], [exact[1]], [], [now], **numbers)
+                plain([x], [gradient.to(x.dtype)], [exact[0]], [exact[1]], [], [now], **numbers)
                 bits = random_bits(self.seed, step, piece, x.device)
                 round_(mean, exact[0].float(), bits)
                 round_(square, exact[1].float(), bits.bitwise_right_shift_(16))

@@ -12,6 +12,7 @@ from math import prod
 
 from torch import Tensor
 
+from hpctrain.comm.reduce import WIDE
 from hpctrain.errors import ShapeError
 
 
@@ -42,7 +43,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Flat:
-    """Parameters in one flat tensor, and their gradients at the same places of another; both stay where they are."""
+    """Parameters in one flat tensor, and their gradients at the same places of another; both stay where they are.
+
+    Gradients of fp32 parameters may be in a 16-bit format.
+    """
 
     parameter: Tensor
     gradient: Tensor
@@ -57,11 +61,17 @@ class Flat:
                     "the optimizer walks through memory, whatever the strides say",
                     "give one dim without gaps: a view of a flat buffer",
                 )
-        if self.parameter.shape != self.gradient.shape or self.parameter.dtype != self.gradient.dtype:
+        fits = self.parameter.dtype in (self.gradient.dtype, WIDE.get(self.gradient.dtype))
+        if self.parameter.shape != self.gradient.shape or not fits:
             raise ShapeError(
                 f"{self.parameter.numel()} parameters in {self.parameter.dtype} do not go with "
                 f"{self.gradient.numel()} gradients in {self.gradient.dtype}"
             )
+
+    @property
+    def wide(self) -> Flat:
+        """With its gradients in the parameters' format, in memory of their own where that is another one."""
+        return replace(self, gradient=self.gradient.to(self.parameter.dtype))
 
     def part(self, piece: Piece) -> Flat:
         """One of its pieces as a flat tensor of its own, in the same memory."""

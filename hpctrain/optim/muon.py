@@ -75,6 +75,7 @@ class Muon(Optimizer):
         The operations round once each, so that an element has the same bits whatever lies beside it.
         """
         gradient, part = self.here(name, [flat.gradient for flat in self.flats]), self.config.momentum
+        gradient = gradient.to(self.like.dtype)
         mean = self.momentum[name].mul_(part).add_(gradient * (1 - part))
         return (gradient * (1 - part)).add_(mean * part)
 

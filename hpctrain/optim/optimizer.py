@@ -99,11 +99,14 @@ class Optimizer(ABC):
         ]
 
     def blocks(self, name: str, every: int) -> Iterator[tuple[Piece, Flat]]:
-        """What this rank has of a parameter, cut at multiples of ``every`` of its elements, each as a flat tensor."""
+        """What this rank has of a parameter, cut at multiples of ``every`` of its elements, each as a flat tensor.
+
+        Gradients are in the format of the parameters.
+        """
         if name in self.places:
             index, whole = self.places[name]
             for piece in whole.split(every):
-                yield piece, self.flats[index].part(piece)
+                yield piece, self.flats[index].part(piece).wide
 
     def spread(self, tensors: Sequence[Tensor]) -> list[State]:
         """One tensor for each flat, as the states of the parameters in it."""

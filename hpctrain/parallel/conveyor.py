@@ -17,17 +17,17 @@ from itertools import islice
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hpctrain.comm.group import Group
+from hpctrain.parallel.travel import Travel
 from hpctrain.parallel.units import Part
 
 _log = logging.getLogger(__name__)
 
 
 class Conveyor:
-    """Gathers over ``group``; ``room_bytes`` limits the weights alive at once, besides held ones. Live."""
+    """Gathers by ``travel``; ``room_bytes`` limits the weights alive at once, besides held ones. Live."""
 
-    def __init__(self, parts: Sequence[Part], group: Group, resident: bool, room_bytes: int) -> None:
-        self.parts, self.group, self.resident, self.room_bytes = parts, group, resident, room_bytes
+    def __init__(self, parts: Sequence[Part], travel: Travel, resident: bool, room_bytes: int) -> None:
+        self.parts, self.travel, self.resident, self.room_bytes = parts, travel, resident, room_bytes
         self._held = [part for part in parts if part.unit.held]
         self._order: list[Part] | None = None  # None until the first step is over
         self._next: int | None = None  # where in the order the step is; None outside of a step
@@ -48,6 +48,7 @@ class Conveyor:
     def begin(self) -> None:
         """A step begins; ranks that will use nothing in it bring resident weights all the same."""
         self._next, self._record = 0, []
+        self._forget()
         if self.resident:
             self.need()
 
@@ -72,11 +73,11 @@ class Conveyor:
             self._order = self._record
         self._next = None
         self.drop()
+        self._forget()
 
     def drop(self) -> None:
         """Let every unit go."""
         for part in self.parts:
-            part.gathering.wait()
             self._free(part)
 
     @contextmanager
@@ -155,10 +156,18 @@ class Conveyor:
         part.whole = True
         if not self.resident:
             part.show()
-        part.masters.round()
-        part.gathering = self.group.all_gather(part.full, part.own, sizes=part.sizes, later=True)
+        part.gathering = self.travel.gather(part)
 
     def _free(self, part: Part) -> None:
+        part.gathering.wait()
         if part.whole and not self.resident:
+            if part.near and not part.near.kept and self._next is not None:
+                part.near.keep(part.full)
             part.hide()
         part.whole = part.busy = False
+
+    def _forget(self) -> None:
+        """What neighbours keep is old when the weights change."""
+        for part in self.parts:
+            if part.near:
+                part.near.kept = False

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hpctrain.comm.group import Group, Handle
+from hpctrain.comm.group import Group, Handle, SoloGroup
+from hpctrain.errors import ShapeError
 from hpctrain.model.init import Fill
 from hpctrain.optim.flat import Flat, Piece
 from hpctrain.plan.units import Slot, Stage, Unit
@@ -23,6 +24,47 @@ from hpctrain.precision.masters import Masters, wide
 ALIGN_BYTES = 64  # units begin on a cache line
 
 Make = Callable[[int, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The groups that a model is shared by, as this rank is in them."""
+
+    inner: Group
+    """Share one copy of the model."""
+    outer: Group = field(default_factory=SoloGroup)
+    """Have the same part, in other copies."""
+    near: Group | None = None
+    """Of ``inner`` those with quick links, in its order and next to each other: the ranks of a node."""
+    far: Group | None = None
+    """Of ``inner`` those at the same place among their neighbours; given where ``near`` is."""
+
+    def __post_init__(self) -> None:
+        if self.near and self.far and self.far.rank * self.near.size + self.near.rank != self.inner.rank:
+            raise ShapeError(
+                f"rank {self.inner.rank} is number {self.near.rank} of its {self.near.size} neighbours, and these are"
+                f" number {self.far.rank} of {self.far.size}",
+                "neighbours follow one another in the group that shares a copy",
+                "make both groups from the mesh, or split the group by rank // neighbours and rank % neighbours",
+            )
+
+
+@dataclass
+class Second:
+    """A copy of a unit's weights that neighbours share; live."""
+
+    own: Tensor
+    """This rank's interval of it."""
+    sizes: tuple[int, ...]
+    """Elements of each neighbour's interval."""
+    start: int
+    kept: bool = False
+    """Whether it holds the weights of this step."""
+
+    def keep(self, full: Tensor) -> None:
+        """Take the own interval out of the whole weights."""
+        self.own.copy_(full[self.start : self.start + self.own.numel()])
+        self.kept = True
 
 
 @dataclass(eq=False)
@@ -45,6 +87,8 @@ class Part:
     """The own interval of the reduced gradients."""
     buffer: Tensor | None
     """All gradients, as they come; None while there is no memory for them."""
+    near: Second | None = None
+    """What neighbours keep of the weights; None where they keep nothing."""
     pooled: Tensor | None = None
     """The lent memory that ``buffer`` is in."""
     whole: bool = False
@@ -121,38 +165,43 @@ def build(
     units: Sequence[Unit],
     parameters: Mapping[str, nn.Parameter],
     stage: Stage,
-    inner: Group,
-    outer: Group,
-    compute: torch.dtype | None,
+    ranks: Ranks,
+    compute: torch.dtype | None = None,
+    summed: torch.dtype | None = None,
     fill: Fill | None = None,
 ) -> list[Part]:
-    """Give parameters flat memory. ``inner`` shares the units, ``outer`` has replicas. Collective over both.
+    """Give parameters flat memory. Collective over all groups.
 
-    ``fill`` says what they are to be, their own values where not given; it is asked for what this rank owns alone.
+    Weights multiply in ``compute``, their own format where not given, and gradients are added up in ``summed``, which
+    is fp32 or wider where not given. ``fill`` says what the parameters are to be, their own values where not given; it
+    is asked for what this rank owns alone.
     """
+    inner = ranks.inner
     formats = [compute or parameters[unit.slots[0].name].dtype for unit in units]
     devices = [parameters[unit.slots[0].name].device for unit in units]
     place = _Place(units, devices, inner)
     fulls = place.apart(formats) if stage.weights else place.arena(formats, _common(inner))
     owns = place.owned(formats) if stage.weights else place.cut(fulls)
-    near = inner if inner.size > 1 else outer  # whose ranks read the gradients
-    widths = [wide(format) for format in formats]
-    buffers = [None] * len(units) if stage.gradients else place.arena(widths, near.buffer)
+    readers = inner if inner.size > 1 else ranks.outer
+    widths = [summed or wide(format) for format in formats]
+    buffers = [None] * len(units) if stage.gradients else place.arena(widths, readers.buffer)
     gradients = [torch.zeros_like(own, dtype=width) for own, width in zip(owns, widths, strict=True)] \
         if stage.gradients else place.cut(buffers)  # fmt: skip
     made = []
-    for unit, full, own, gradient, buffer in zip(units, fulls, owns, gradients, buffers, strict=True):
+    seconds = place.seconds(units, formats, ranks.near) if ranks.near and stage.weights else [None] * len(units)
+    rows = zip(units, fulls, owns, gradients, buffers, seconds, strict=True)
+    for unit, full, own, gradient, buffer, second in rows:
         mine = {slot.name: parameters[slot.name] for slot in unit.slots}
-        made.append(_part(unit, mine, inner, full, own, gradient, buffer))
+        made.append(_part(unit, mine, inner, full, own, gradient, buffer, second))
         _fill(made[-1], fill or _values(mine))
         made[-1].hide() if stage.weights else made[-1].bind()
     return made
 
 
-def _part(unit, parameters, inner: Group, full: Tensor, own: Tensor, gradient: Tensor, buffer: Tensor | None) -> Part:
+def _part(unit, parameters, inner: Group, full: Tensor, own: Tensor, gradient, buffer, second) -> Part:
     bounds = [unit.interval(inner.size, rank) for rank in range(inner.size)]
     sizes, start = tuple(stop - start for start, stop in bounds), bounds[inner.rank][0]
-    return Part(unit, parameters, sizes, start, full, own, Masters([own]), gradient, buffer)
+    return Part(unit, parameters, sizes, start, full, own, Masters([own]), gradient, buffer, second)
 
 
 @torch.no_grad()
@@ -196,6 +245,18 @@ class _Place:
         """Memory for the own intervals, from which the other ranks gather."""
         laid = self._laid(self.largest, formats, self.inner.buffer)
         return [memory[: stop - start] for memory, (start, stop) in zip(laid, self.bounds, strict=True)]
+
+    def seconds(self, units: Sequence[Unit], formats: Sequence[torch.dtype], near: Group) -> list[Second | None]:
+        """Memory for what neighbours keep of units that come and go."""
+        bounds = [[unit.interval(near.size, rank) for rank in range(near.size)] for unit in units]
+        sizes = [tuple(stop - start for start, stop in edges) for edges in bounds]
+        laid = self._laid(
+            [0 if unit.held else rows[0] for unit, rows in zip(units, sizes, strict=True)], formats, near.buffer
+        )
+        return [
+            None if unit.held else Second(memory[: rows[near.rank]], rows, edges[near.rank][0])
+            for unit, memory, rows, edges in zip(units, laid, sizes, bounds, strict=True)
+        ]
 
     def cut(self, memories: Sequence[Tensor]) -> list[Tensor]:
         """The own intervals of memory for whole units."""

@@ -21,50 +21,50 @@ What stays whole on every rank: frozen parameters, parameters without elements, 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.comm.group import Group, Handle, SoloGroup
-from hpctrain.errors import ConfigError, HpctrainError, ShapeError
+from hpctrain.comm.group import Group, SoloGroup
+from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.model.init import Fill
 from hpctrain.optim.flat import Flat
 from hpctrain.optim.optimizer import Optimizer
 from hpctrain.parallel.conveyor import Conveyor
-from hpctrain.parallel.units import Part, build
+from hpctrain.parallel.gradients import Gradients
+from hpctrain.parallel.travel import Travel
+from hpctrain.parallel.units import Part, Ranks, build
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.units import SHARD, STAGES, Member, Stage, Unit, arrange, room
-from hpctrain.precision.masters import accumulate
 
 Kept = dict[str, tuple[Layout, Tensor]]
 """What a checkpoint keeps, by name: as ``hpctrain.checkpoint.state.Held`` takes it."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A unit's gradients on their way into the own interval."""
+class Formats:
+    """In what numbers are; their own format where None."""
 
-    part: Part
-    own: Tensor
-    pooled: Tensor | None
-    """The lent memory that they lie in."""
-    handle: Handle
-    last: bool
+    compute: torch.dtype | None = None
+    """In which weights multiply."""
+    summed: torch.dtype | None = None
+    """In which gradients are added up, and travel; fp32 or wider where None."""
+    gathered: str | None = None
+    """A key of ``precision.coded.FORMS``: weights on their way to other ranks."""
+    reduced: str | None = None
+    """Likewise gradients."""
 
 
 class Sharded:
-    """A module's parameters, shared by the ranks of ``inner``, with replicas on those of ``outer``; live.
+    """A module's parameters, shared by the ranks of ``ranks.inner``, with replicas on those of ``ranks.outer``; live.
 
-    Collective: all ranks of both groups make it, from modules with the same parameters in the same order, and take the
-    same steps. ``units`` cover just the parameters that have a gradient and elements. ``compute`` is the format in
-    which weights multiply, their own where not given; ``fill`` gives the weights of the first step, by default what the
-    parameters are.
+    Collective: all ranks of all groups make it, from modules with the same parameters in the same order, and take the
+    same steps. ``units`` cover just the parameters that have a gradient and elements. ``fill`` gives the weights of the
+    first step, by default what the parameters are.
     """
 
     def __init__(
@@ -72,27 +72,22 @@ class Sharded:
         module: nn.Module,
         units: Iterable[Unit],
         stage: Stage,
-        inner: Group,
-        outer: Group,
+        ranks: Ranks,
+        formats: Formats = Formats(),
         gather_bytes: int | None = None,
-        compute: torch.dtype | None = None,
         fill: Fill | None = None,
     ) -> None:
-        self.module, self.stage, self.group, self.outer = module, stage, inner, outer
+        self.module, self.stage, self.group, self.outer = module, stage, ranks.inner, ranks.outer
         self._parameters = dict(module.named_parameters())
-        units = tuple(units)
-        self.parts = build(units, self._parameters, stage, inner, outer, compute, fill)
+        units, compute = tuple(units), formats.compute
+        self.parts = build(units, self._parameters, stage, ranks, compute, formats.summed, fill)
         self._place = {slot.name: (part, slot) for part in self.parts for slot in part.unit.slots}
         self._flats = [flat for part in self.parts for flat in part.flats()]
         self._buffers = [buffer for name, buffer in module.named_buffers() if name in module.state_dict()]
-        self._pool = _pool(self.parts, inner if stage.gradients else None)
-        self._sent: deque[Sent] = deque()
-        self._order: list[Part] = []  # whose gradients are still to be sent in this backward
-        self._inside = self._last = False
-        self.conveyor = Conveyor(self.parts, inner, not stage.weights, room(units, _name(compute), gather_bytes))
+        travel = Travel(ranks, formats.gathered, formats.reduced)
+        self.conveyor = Conveyor(self.parts, travel, not stage.weights, room(units, _name(compute), gather_bytes))
         self.conveyor.attach(module, dict(module.named_modules()))
-        for name in self._place:
-            self._parameters[name].register_post_accumulate_grad_hook(partial(self._came, name))
+        self.gradients = Gradients(self.parts, travel, stage.gradients, self.conveyor.release)
 
     def flats(self) -> list[Flat]:
         """What this rank owns, as an optimizer takes it; ``group`` is who owns the rest."""
@@ -100,11 +95,7 @@ class Sharded:
 
     def begin(self) -> None:
         """Forget the gradients of the step before; call it before the first micro-batch. Collective."""
-        for name in self._place:
-            self._parameters[name].grad = None
-        for part in self.parts:
-            part.stale, part.reduced = part.names, False
-        self._inside, self._order = False, []  # whatever a step before it that failed has left
+        self.gradients.begin()
         self.conveyor.begin()
 
     @contextmanager
@@ -113,27 +104,15 @@ class Sharded:
 
         Units are reduced in one fixed order on every rank, also those that got no gradient on this one.
         """
-        if not (last or self.stage.gradients):
+        with self.gradients.reducing(last):
             yield
-            return
-        for part in self.parts:
-            part.missing = part.names
-        self._order, self._inside, self._last = list(self.parts), True, last
-        yield
-        self._inside = False
-        while self._order:
-            self._send(self._order.pop())
-        for part in self.parts:
-            self.conveyor.release(part)
+        if last or self.stage.gradients:
+            for part in self.parts:
+                self.conveyor.release(part)
 
     def finish(self) -> None:
         """Return when every gradient is the sum over all ranks; the weights may be updated then. Collective."""
-        while self._sent:
-            self._settle()
-        for part in self.parts:
-            part.reducing.wait()
-            if not part.reduced:
-                part.gradient.zero_()
+        self.gradients.finish()
         for buffer in self._buffers:  # as they are on the first rank, so that a checkpoint has one of them
             _share(buffer, self.group, self.outer)
         self.conveyor.finish()
@@ -166,64 +145,6 @@ class Sharded:
         known = {id(self._parameters[name]) for name in self._place}
         return ((name, tensor.detach()) for name, tensor in saved.items() if id(tensor) not in known)
 
-    # ---- gradients -----------------------------------------------------------------------------------------------
-
-    def _came(self, name: str, parameter: nn.Parameter) -> None:
-        """Take a gradient that the backward made to its place."""
-        part, slot = self._place[name]
-        if self._inside and name not in part.missing:
-            raise _twice(name)
-        if part.buffer is None:
-            self._lend(part)
-        accumulate(part.place(slot, part.buffer), parameter.grad, name in part.stale)
-        part.stale.discard(name)
-        parameter.grad = None
-        part.missing.discard(name)
-        if not part.missing and self._order:
-            self.conveyor.release(part)
-            while self._order and not self._order[-1].missing:
-                self._send(self._order.pop())
-
-    def _send(self, part: Part) -> None:
-        """Start to sum a unit's gradients."""
-        if part.buffer is None:
-            self._lend(part)
-        for slot in part.unit.slots:
-            if slot.name in part.stale:  # not used on this rank
-                part.place(slot, part.buffer).zero_()
-        own = part.buffer[part.start : part.stop]
-        handle = self.group.reduce_scatter(own, part.buffer, sizes=part.sizes, later=True)
-        self._sent.append(Sent(part, own, part.pooled, handle, self._last))
-        if self.stage.gradients:
-            part.buffer = part.pooled = None  # the next micro-batch may come before these are away
-        while self._sent and self._sent[0].handle.done():  # later is as right: the order is the same
-            self._settle()
-
-    def _settle(self) -> None:
-        """Bring the gradients that were sent first into the own interval."""
-        sent = self._sent.popleft()
-        part = sent.part
-        sent.handle.wait()
-        if part.gradient.data_ptr() != sent.own.data_ptr():
-            accumulate(part.gradient, sent.own, not part.reduced)
-        part.reduced = True
-        if sent.pooled is not None:
-            self._pool[_kind(part)].append(sent.pooled)
-        if sent.last:
-            part.reducing = self.outer.all_reduce(part.gradient, later=True)
-
-    # ---- memory for gradients that do not stay -------------------------------------------------------------------
-
-    def _lend(self, part: Part) -> None:
-        """Give a unit memory for all its gradients: of the pool, or its own where more are at work than usual."""
-        free = self._pool[_kind(part)]
-        while not free and any(_kind(sent.part) == _kind(part) for sent in self._sent):
-            self._settle()
-        part.pooled = free.pop() if free else None
-        memory = torch.empty(part.unit.total, dtype=part.gradient.dtype, device=part.gradient.device)
-        part.buffer = memory if part.pooled is None else part.pooled[: part.unit.total]
-        part.stale = part.names
-
 
 def shard(
     module: nn.Module,
@@ -234,7 +155,8 @@ def shard(
     units: type | tuple[type, ...] | Collection[str] | None = None,
     decay: Callable[[str, nn.Parameter], bool] = lambda name, parameter: parameter.dim() > 1,
     gather_bytes: int | None = None,
-    compute: torch.dtype | None = None,
+    formats: Formats = Formats(),
+    near: tuple[Group, Group] | None = None,
     fill: Fill | None = None,
 ) -> Sharded:
     """Share any module over the ranks of ``group``, in a stage of ZeRO; all start from the first rank's weights.
@@ -242,8 +164,10 @@ def shard(
     ``replicas`` are the ranks that have the same part as this one, in other copies of ``group``. ``units`` are classes
     of modules, or names of modules; the members of the outermost lists and dicts of modules when not given. In stage 3
     a unit's weights are there while its forward or backward runs, ``gather_bytes`` of them at once; every rank runs
-    the units in the same order. ``decay`` says which parameters have weight decay. Where ``fill`` says what trained
-    parameters are to be, they need no memory (``hpctrain.model.init.hollow``). Collective.
+    the units in the same order. ``near`` are two groups: the neighbours in ``group`` that keep a second copy between a
+    step's first gather and its end, and the ranks at the same place among theirs (``travel.py``). ``decay`` says which
+    parameters have weight decay. Where ``fill`` says what trained parameters are to be, they need no memory
+    (``hpctrain.model.init.hollow``). Collective.
     """
     if stage not in STAGES:
         raise ConfigError(f"stage = {stage} is none of ZeRO's", "", f"use one of {', '.join(map(str, STAGES))}")
@@ -253,7 +177,8 @@ def shard(
         if fill is None or not tensor.requires_grad:
             _share(tensor.detach(), group, replicas)
     members = _members(module, _names(module, units), decay)
-    return Sharded(module, arrange(members), switches, inner, outer, gather_bytes, compute, fill)
+    ranks = Ranks(inner, outer, *(near or ()))
+    return Sharded(module, arrange(members), switches, ranks, formats, gather_bytes, fill)
 
 
 def _names(module: nn.Module, units: Any) -> list[str]:
@@ -296,34 +221,8 @@ def _share(tensor: Tensor, *groups: Group) -> None:
         group.broadcast(tensor)
 
 
-def _twice(name: str) -> HpctrainError:
-    return HpctrainError(
-        f"{name} got a second gradient while the first one was on its way to the other ranks",
-        "reducing() sends a parameter's gradient as soon as a backward has made it",
-        "put one backward in each reducing(), with last=False for all but the last, and recompute without re-entrance",
-    )
-
-
 def _name(dtype: torch.dtype | None) -> str | None:
     return dtype and str(dtype).removeprefix("torch.")
-
-
-Kind = tuple[bool, torch.dtype, torch.device]
-
-
-def _kind(part: Part) -> Kind:
-    """What units that use the same lent memory have in common."""
-    return part.unit.held, part.gradient.dtype, part.gradient.device
-
-
-def _pool(parts: list[Part], group: Group | None) -> dict[Kind, list[Tensor]]:
-    """Memory for the gradients of two units at once, and of one that is held. None without a group: buffers stay."""
-    pool: dict[Kind, list[Tensor]] = {}
-    for kind in dict.fromkeys(map(_kind, parts)) if group else ():
-        held, dtype, device = kind
-        size = max(part.unit.total for part in parts if _kind(part) == kind)
-        pool[kind] = [group.buffer(size, dtype).to(device) for _ in range(1 if held else 2)]
-    return pool
 
 
 def _plain(tensor: Tensor) -> tuple[Layout, Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hpctrain.config import PrecisionConfig
 from hpctrain.plan.layout import ITEMSIZE
 
 
@@ -14,7 +15,15 @@ class Format:
     compute: str
     """Of the weights that multiply, of activations, and of gradients as the backward makes them."""
     master: str
-    """Of what the optimizer updates, of gradients as they are summed, and of what a checkpoint keeps."""
+    """Of what the optimizer updates and of what a checkpoint keeps."""
+    summed: str
+    """Of gradients as they are summed, and travel."""
+
+    @classmethod
+    def of(cls, precision: PrecisionConfig) -> Format:
+        """The formats that a configuration chooses."""
+        format = FORMATS[precision.compute]
+        return format if precision.gradients == "wide" else replace(format, summed=format.compute)
 
     @property
     def mixed(self) -> bool:
@@ -27,7 +36,7 @@ class Format:
 
     def gradient_bytes(self, parameters: int) -> int:
         """Bytes of the summed gradients."""
-        return parameters * ITEMSIZE[self.master]
+        return parameters * ITEMSIZE[self.summed]
 
     def master_bytes(self, parameters: int) -> int:
         """Bytes of the masters; none where the weights are their own."""
@@ -35,8 +44,8 @@ class Format:
 
 
 FORMATS = {
-    "fp64": Format("float64", "float64"),
-    "fp32": Format("float32", "float32"),
-    "bf16": Format("bfloat16", "float32"),
-    "fp16": Format("float16", "float32"),
+    "fp64": Format("float64", "float64", "float64"),
+    "fp32": Format("float32", "float32", "float32"),
+    "bf16": Format("bfloat16", "float32", "float32"),
+    "fp16": Format("float16", "float32", "float32"),
 }

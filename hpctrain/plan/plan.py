@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.config import Config, OptimConfig
+from hpctrain.config import Config
 from hpctrain.errors import PlanError
-from hpctrain.plan.formats import FORMATS, Format
+from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.states import state_bytes
 from hpctrain.plan.topology import Topology
-from hpctrain.plan.units import REPLICA, SHARD, STAGES, Member, Stage, Unit, arrange, choose, room
+from hpctrain.plan.units import REPLICA, SHARD, STAGES, Member, Unit, arrange, choose, neighbours, room
 from hpctrain.plan.weights import ModelShape, Weight, parameters, weights
 from hpctrain.schedule.action import Schedule, accumulate
 
@@ -84,14 +84,17 @@ def lay(config: Config, topology: Topology) -> Mesh:
             f'start {dp} ranks, or set parallel.dp to {ranks} or "auto"',
         )
     _microbatches(config, dp)
-    return Mesh(choose(config.parallel.zero, dp, config.parallel.shard))
+    mesh = Mesh(choose(config.parallel.zero, dp, config.parallel.shard))
+    if config.parallel.near is not None:
+        neighbours(mesh, config.parallel.near)
+    return mesh
 
 
 def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
     """Take every decision about a run; ``vocabulary`` is the tokenizer's number of tokens."""
     mesh = lay(config, topology)
     shape = ModelShape.of(config.model, vocabulary)
-    format = FORMATS[config.precision.compute]
+    format = Format.of(config.precision)
     dtype, stage = format.master, STAGES[config.parallel.zero]
     units = cut(weights(shape), dtype)
     given = config.parallel.gather_mib
@@ -106,7 +109,7 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
         zero=config.parallel.zero,
         gather_bytes=gather_bytes,
         schedule=accumulate(_microbatches(config, mesh.size(REPLICA, SHARD))),
-        bytes=_bytes(units, stage, mesh.size(*stage.axes), gather_bytes, format, config.optim),
+        bytes=_bytes(units, mesh, config, gather_bytes, format),
         reasons=tuple(_reasons(config, mesh)),
     )
 
@@ -118,10 +121,10 @@ def cut(found: Iterable[Weight], dtype: str) -> tuple[Unit, ...]:
     return arrange(Member.of(weight.name, weight.shape, weight.decay, dtype, blocks) for weight in found)
 
 
-def _bytes(
-    units: tuple[Unit, ...], stage: Stage, sharers: int, gather_bytes: int, format: Format, optim: OptimConfig
-) -> dict[str, int]:
+def _bytes(units: tuple[Unit, ...], mesh: Mesh, config: Config, gather_bytes: int, format: Format) -> dict[str, int]:
     """Of the first rank, whose intervals are the largest."""
+    stage, near = STAGES[config.parallel.zero], config.parallel.near
+    sharers = mesh.size(*stage.axes)
     whole = sum(unit.total for unit in units)
     own = sum(stop - start for start, stop in (unit.interval(sharers, 0) for unit in units))
     held = [unit.total for unit in units if unit.held]
@@ -131,8 +134,9 @@ def _bytes(
     return {
         "weights": format.weight_bytes(own if stage.weights else whole) + format.master_bytes(own),
         "gradients": format.gradient_bytes(own if stage.gradients else whole),
-        "optimizer": state_bytes(units, sharers, 0, optim, format.master),
+        "optimizer": state_bytes(units, sharers, 0, config.optim, format.master),
         "buffers": stage.gradients * reduced + stage.weights * gathered,
+        **({"second copy": format.weight_bytes(sum(-(-total // near) for total in blocks))} if near else {}),
     }
 
 
@@ -143,6 +147,8 @@ def _reasons(config: Config, mesh: Mesh) -> Iterator[str]:
     if config.parallel.zero:
         copies = f", and there are {ranks // sharers} copies" * (ranks > sharers)
         yield f"parallel.zero = {config.parallel.zero}: {sharers} ranks share {SHARED[config.parallel.zero]}{copies}"
+    if config.parallel.near:
+        yield f"parallel.near = {config.parallel.near}: weights come from afar once a step, and then from neighbours"
     yield (
         f"train.batch = {batch} over dp = {ranks}, {config.train.microbatch} at once,"
         f" is {microbatches} micro-batch{'es' * (microbatches > 1)} a rank"

@@ -18,8 +18,10 @@ from math import prod
 
 from hpctrain.errors import ConfigError
 from hpctrain.plan.layout import ITEMSIZE, Flat, Layout, piece
+from hpctrain.plan.mesh import Mesh
 
 REPLICA, SHARD = "replica", "dp"  # axes: ranks that hold the same, and ranks that share one copy
+FAR, NEAR = "far", "near"  # axes that SHARD is made of, where neighbours keep something of their own
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,20 @@ def choose(stage: int, ranks: int, shard: int | None) -> tuple[tuple[str, int], 
             f"set parallel.shard to one of {fitting}",
         )
     return ((REPLICA, ranks // shard), (SHARD, shard))
+
+
+def neighbours(mesh: Mesh, near: int) -> Mesh:
+    """The mesh with its ranks that share a copy cut into ``near`` neighbours, and those at the same place in each."""
+    sharers = mesh.size(SHARD)
+    if sharers % near:
+        fitting = ", ".join(str(n) for n in range(1, sharers + 1) if sharers % n == 0)
+        raise ConfigError(
+            f"parallel.near = {near} does not divide {sharers} ranks that share one copy",
+            "each part of the second copy is held by one of equally many neighbours",
+            f"set parallel.near to one of {fitting}",
+        )
+    cut = {SHARD: ((FAR, sharers // near), (NEAR, near))}
+    return mesh.regroup(*(part for axis in mesh.axes for part in cut.get(axis[0], (axis,))))
 
 
 def room(units: Iterable[Unit], dtype: str | None = None, gather_bytes: int | None = None) -> int:

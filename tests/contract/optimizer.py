@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,18 @@ class OptimizerContract:
         before = [flat.gradient.clone() for flat in flats]
         self.make(flats, group=SoloGroup()).update(0.1, 0)
         assert all(torch.equal(flat.gradient, kept) for flat, kept in zip(flats, before, strict=True))
+
+    def test_gradients_in_16_bits_count_as_the_numbers_that_they_are(self):
+        found = []
+        for dtype in (torch.bfloat16, torch.float32):
+            flats = shards.flats(shards.random(SHAPES, 1, torch.float32), shards.random(SHAPES, 3, torch.bfloat16))
+            flats = [replace(flat, gradient=flat.gradient.to(dtype)) for flat in flats]
+            optimizer = self.make(flats, group=SoloGroup())
+            for step in range(UPDATES):
+                optimizer.update(0.01, step)
+            states = {name: {one.parameter: one.tensor for one in parts} for name, parts in optimizer.states().items()}
+            found.append(({name: x for name, _, x in shards.own_parameters(flats)}, states))
+        self.same(*found, torch.float32)
 
     def test_a_loss_comes_down(self):
         weights = shards.random(SHAPES, 1)

@@ -75,6 +75,14 @@ def test_a_group_of_two_axes_is_made_when_its_members_ask(open_groups, world):
     assert turned.collect(world.rank) == [0, 2, 1, 3]
 
 
+def test_the_same_ranks_can_be_seen_under_other_axes(open_groups, world):
+    groups = open_groups(Mesh((("dp", 4),)))
+    others = groups.regroup(Mesh((("far", 2), ("near", 2))))
+    assert others["near"].ranks == (world.rank // 2 * 2, world.rank // 2 * 2 + 1)
+    assert others["far"].collect(world.rank) == [world.rank % 2, world.rank % 2 + 2]
+    assert others["far", "near"] is groups["dp"]
+
+
 def test_ranks_with_different_meshes_are_refused(world):
     mesh = MESHES[0] if world.rank == 2 else MESHES[1]
     with pytest.raises(CommError, match="rank 0 has the mesh .*dp 2 x tp 2, rank 2 has .*dp 4"):

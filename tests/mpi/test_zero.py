@@ -84,6 +84,32 @@ def test_copies_shared_by_two_are_the_run_of_one_rank(stage: int, model: str, fo
     assert max(comm.allgather(difference(course(config, comm, STEPS), alone(model)))) < 1e-10
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_second_copy_among_neighbours_is_the_run_of_one_rank(microbatches: int, folder, alone, comm) -> None:
+    config = run_of(folder, "gpt2", 4, microbatches, "parallel.zero=3", "parallel.near=2", "parallel.gather_mib=0")
+    assert max(comm.allgather(difference(course(config, comm, STEPS), alone("gpt2")))) < 1e-10
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_travels_in_8_bits_learns_like_the_run_of_one_rank(stage: int, form: str, folder, alone, comm) -> None:
+    """Steps of Adam do not tell a gradient's size but its sign, so only losses are compared."""
+    near = ("parallel.near=2", f"parallel.gather_in={form}") if stage == 3 else ()
+    config = run_of(folder, "gpt2", 4, 3, f"parallel.zero={stage}", f"parallel.reduce_in={form}", *near)
+    losses, expected = (one["loss and norm"][:, 0] for one in (course(config, comm, STEPS), alone("gpt2")))
+    assert 1e-9 < max(comm.allgather(float((losses - expected).abs().max() / expected[0]))) < 0.02
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_summed_in_bf16_learn_like_those_in_fp32(stage: int, folder, comm) -> None:
+    bf16 = ("precision.compute=bf16", f"parallel.zero={stage}")
+    wide, narrow = (
+        course(run_of(folder, "gpt2", 4, 3, *bf16, f"precision.gradients={kind}"), comm, STEPS)["loss and norm"][:, 0]
+        for kind in ("wide", "compute")
+    )
+    assert 1e-9 < max(comm.allgather(float((narrow - wide).abs().max() / wide[0]))) < 0.02
+
+
 # ---- checkpoints
 
 

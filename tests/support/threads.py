@@ -82,13 +82,23 @@ class ThreadGroup(Group):
 
 def run(size: int, act: Callable[[Group], Any]) -> list[Any]:
     """Call ``act`` with its group on each of ``size`` ranks; the results in rank order, or the cause of failure."""
-    room = Room(size)
+    return grid(size, 1, lambda group, near, far: act(group))
+
+
+def grid(far: int, near: int, act: Callable[[Group, Group, Group], Any]) -> list[Any]:
+    """As ``run`` with ``far`` x ``near`` ranks: ``act`` also gets the group of each rank's neighbours, and of those at
+    the same place among theirs."""
+    size = far * near
+    room, rows, columns = Room(size), [Room(near) for _ in range(far)], [Room(far) for _ in range(near)]
 
     def one(rank: int) -> Any:
+        row, column = divmod(rank, near)
+        groups = ThreadGroup(room, rank), ThreadGroup(rows[row], column), ThreadGroup(columns[column], row)
         try:
-            return act(ThreadGroup(room, rank))
+            return act(*groups)
         except BaseException:
-            room.barrier.abort()
+            for each in (room, *rows, *columns):
+                each.barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

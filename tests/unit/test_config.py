@@ -230,6 +230,28 @@ def test_key_value_heads_must_divide_the_heads() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("override", "zero", "mend"),
+    [
+        ("parallel.near=2", 2, "set parallel.zero to 3, or leave parallel.near out"),
+        ("parallel.gather_in=int8", 1, "set parallel.zero to 3, or leave parallel.gather_in out"),
+        ("parallel.reduce_in=fp8", 0, "set parallel.zero to 1 or 2 or 3, or leave parallel.reduce_in out"),
+    ],
+)
+def test_what_travels_must_be_shared(override: str, zero: int, mend: str) -> None:
+    key, _, value = override.partition("=")
+    what, why, told = refused({"parallel": {"zero": zero}}, override)
+    assert what.removeprefix("configuration: ").startswith(f"{key} = ") and value in what and why
+    assert what.endswith(f"with parallel.zero = {zero}") and told == mend
+    assert parse({"parallel": {"zero": 3}}, (override,))
+
+
+def test_gradients_are_not_summed_in_fp16() -> None:
+    what, why, mend = refused({"precision": {"compute": "fp16", "gradients": "compute"}})
+    assert 'precision.gradients = "compute" does not go with precision.compute = "fp16"' in what
+    assert "small gradients vanish" in why and "bf16" in mend
+
+
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_what_is_proposed_for_heads_that_do_not_divide_is_accepted(width: int, heads: int) -> None:
     try:

@@ -14,6 +14,7 @@ from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.plan import Plan, decide, lay
 from hpctrain.plan.topology import Topology
+from hpctrain.plan.units import neighbours
 from hpctrain.plan.weights import weights
 from hpctrain.schedule.action import Schedule, accumulate
 
@@ -163,3 +164,29 @@ def test_the_plan_as_json_is_plain_and_gives_its_parts_back() -> None:
     assert value["shape"] == vars(found.shape)
     assert value["parameters"] == sum(w.size for w in weights(found.shape))
     assert value["bytes"] == found.bytes and value["reasons"] == list(found.reasons)
+
+
+def test_neighbours_divide_the_ranks_of_a_copy() -> None:
+    chosen = parse({"parallel": {"zero": 3, "near": 3}, "train": {"batch": 8}})
+    with pytest.raises(ConfigError, match="parallel.near = 3 does not divide 8 ranks that share one copy") as told:
+        decide(chosen, Topology(("node",) * 8), 300)
+    assert told.value.mend == "set parallel.near to one of 1, 2, 4, 8"
+
+
+def test_neighbours_follow_one_another_in_a_copy() -> None:
+    mesh = neighbours(Mesh((("replica", 2), ("dp", 6))), 3)
+    assert mesh.axes == (("replica", 2), ("far", 2), ("near", 3))
+    assert mesh.ranks(4, "near") == (3, 4, 5) and mesh.ranks(4, "far") == (1, 4)
+
+
+def test_a_second_copy_and_narrow_gradients_weigh_what_they_should() -> None:
+    model = {"layers": 2, "width": 16, "heads": 2, "sequence": 8}
+    table = {"model": model, "train": {"batch": 8}, "precision": {"compute": "bf16"}, "parallel": {"zero": 3}}
+    plain, near, narrow = (
+        decide(parse(table, more), Topology(("node",) * 4), 300)
+        for more in ((), ("parallel.near=2",), ("precision.gradients=compute",))
+    )
+    blocks = [unit.total for unit in plain.units if not unit.held]
+    assert near.bytes == plain.bytes | {"second copy": 2 * sum(-(-total // 2) for total in blocks)}
+    assert narrow.bytes["gradients"] * 2 == plain.bytes["gradients"]
+    assert any("from neighbours" in reason for reason in near.reasons)

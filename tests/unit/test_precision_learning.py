@@ -15,7 +15,7 @@ from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import global_norm, scale_
 from hpctrain.optim.rate import rate
-from hpctrain.parallel.zero import shard
+from hpctrain.parallel.zero import Formats, shard
 from hpctrain.plan.formats import FORMATS
 from hpctrain.plan.weights import ModelShape
 from hpctrain.precision.fp8 import in_fp8
@@ -49,7 +49,7 @@ def course(compute: str, fp8: str) -> list[float]:
     model = Transformer(shape)
     initialise(model, shape, seed=1)
     in_fp8(model.blocks, fp8)
-    sharded = shard(model, SoloGroup(), stage=0, compute=getattr(torch, FORMATS[compute].compute))
+    sharded = shard(model, SoloGroup(), stage=0, formats=Formats(getattr(torch, FORMATS[compute].compute)))
     optimizer, scale = AdamW(sharded.flats(), config.optim, SoloGroup()), LossScale(config.precision)
     return [step(number, config, model, sharded, optimizer, scale) for number in range(STEPS)]
 

@@ -14,7 +14,7 @@ from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
-from hpctrain.parallel.zero import Sharded, shard
+from hpctrain.parallel.zero import Formats, Sharded, shard
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.weights import ModelShape, parameters
 from tests.support import threads
@@ -161,7 +161,7 @@ def test_everything_of_the_module_is_kept_and_every_element_once(stage: int) -> 
 def test_small_gradients_are_not_lost_in_bf16(stage: int) -> None:
     """1 and then 511 times 2^-9 is 1.998; a sum in bf16 stays at 1."""
     model = nn.Linear(1, 1, bias=False)
-    sharded = shard(model, SoloGroup(), stage, compute=torch.bfloat16)
+    sharded = shard(model, SoloGroup(), stage, formats=Formats(torch.bfloat16))
     sharded.begin()
     for number in range(512):
         with sharded.reducing(last=number == 511):
@@ -173,7 +173,7 @@ def test_small_gradients_are_not_lost_in_bf16(stage: int) -> None:
 def test_masters_are_the_weights_before_rounding() -> None:
     model = nn.Linear(7, 5)
     expected = model.weight.detach().clone()
-    sharded = shard(model, SoloGroup(), 1, compute=torch.bfloat16)
+    sharded = shard(model, SoloGroup(), 1, formats=Formats(torch.bfloat16))
     assert torch.equal(sharded.state()["model/weight"][1].view(5, 7), expected)
     with sharded.whole():
         assert torch.equal(model.weight, expected.bfloat16())
@@ -208,7 +208,7 @@ def test_a_rank_holds_what_the_zero_paper_says(stage: int, ranks: int) -> None:
             with sharded.reducing():
                 model.loss(tokens, tokens)[0].backward()
             sharded.finish()
-        lent = [x for free in sharded._pool.values() for x in free]
+        lent = [x for free in sharded.gradients.pool.values() for x in free]
         weights = bytes_of(*model.parameters(), *(x for p in sharded.parts for x in (p.full, p.own, p.master)))
         buffers = [p.buffer for p in sharded.parts if p.buffer is not None]
         gradients = bytes_of(*(p.gradient for p in sharded.parts), *buffers)
