@@ -117,6 +117,8 @@ class Gradients:
         for slot in part.unit.slots:
             if slot.name in part.stale:  # not used on this rank
                 part.place(slot, part.buffer).zero_()
+        for start, stop in part.gaps():
+            part.buffer[start:stop].zero_()
         own = self._target(part)
         first, *then = self.travel.reduce(part, own)
         handle = first()

@@ -1,29 +1,33 @@
-"""Part: a unit of parameters on this rank, and where its memory lies.
+"""Part: a unit of parameters on this rank.
 
 The ``nn.Parameter`` of each slot is a view into the unit's flat weights. A rank owns an interval of them: what it
-updates, and whose reduced gradient it has. Where memory lies is up to the groups: weights that every rank of a node
-keeps whole are one memory for all of them where that can be, and then a gather moves nothing; gradients lie in windows
-that the ranks of a node reduce without a copy.
+updates, and whose reduced gradient it has. Where tensor parallelism cuts a parameter, it is this rank's box of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.group import Group, Handle, SoloGroup
 from hpctrain.errors import ShapeError
-from hpctrain.model.init import Fill
 from hpctrain.optim.flat import Flat, Piece
-from hpctrain.plan.units import Slot, Stage, Unit
-from hpctrain.precision.masters import Masters, wide
+from hpctrain.plan.layout import Box
+from hpctrain.plan.units import Slot, Unit
+from hpctrain.precision.masters import Masters
 
-ALIGN_BYTES = 64  # units begin on a cache line
 
-Make = Callable[[int, torch.dtype], Tensor]
+class Kind(NamedTuple):
+    """What parameters have in common that are updated alike."""
+
+    axes: tuple[str, ...]
+    """Along which tensor parallelism cuts them: other ranks there own other elements."""
+    decay: bool
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Part:
     """The own interval of the reduced gradients."""
     buffer: Tensor | None
     """All gradients, as they come; None while there is no memory for them."""
+    boxes: Mapping[str, Box]
+    """What of each parameter is here, of all of it, where tensor parallelism cuts it: a run of its elements."""
     near: Second | None = None
     """What neighbours keep of the weights; None where they keep nothing."""
     pooled: Tensor | None = None
@@ -120,28 +126,44 @@ class Part:
 
     def place(self, slot: Slot, whole: Tensor) -> Tensor:
         """A parameter's elements in a tensor of the whole unit, in the parameter's shape."""
-        return whole[slot.start : slot.stop].view(slot.shape)
+        box = self.boxes[slot.name]
+        return whole[slot.start : slot.start + box.size].view(box.shape)
 
     def share(self, slot: Slot, own: Tensor) -> Tensor:
         """A parameter's elements in a tensor of the own interval: none, a run of them, or all."""
-        start, stop = (min(max(edge, self.start), self.stop) - self.start for edge in (slot.start, slot.stop))
+        start, stop = (edge - self.start for edge in self._run(slot))
         return own[start:stop]
 
-    def flats(self) -> list[Flat]:
-        """What is to be updated, with and without decay; the same kinds on every rank, perhaps without an element."""
-        edge = min(max(self.unit.decayed, self.start), self.stop) - self.start
-        kinds = sorted({slot.decay for slot in self.unit.slots}, reverse=True)
-        bounds = {True: (0, edge), False: (edge, self.own.numel())}
-        return [self._flat(kind, *bounds[kind]) for kind in kinds]
+    def first(self, slot: Slot) -> int:
+        """The number, in the whole parameter, of the first element of the own share."""
+        box = self.boxes[slot.name]
+        before = box.start[0] * (box.size // box.shape[0]) if box.size and box.shape else 0
+        return before + self._run(slot)[0] - slot.start
 
-    def _flat(self, decay: bool, first: int, last: int) -> Flat:
-        pieces = []
-        for slot in self.unit.slots:
-            start, stop = max(slot.start, self.start + first), min(slot.stop, self.start + last)
-            if slot.decay == decay and start < stop:
-                offset = self.start + first
-                pieces.append(Piece(slot.name, slot.shape, start - slot.start, start - offset, stop - offset))
-        return Flat(self.master[first:last], self.gradient[first:last], decay, tuple(pieces))
+    def gaps(self) -> list[tuple[int, int]]:
+        """What of the unit no parameter fills on this rank."""
+        return [(slot.start + self.boxes[slot.name].size, slot.stop) for slot in self.unit.slots]
+
+    def _run(self, slot: Slot) -> tuple[int, int]:
+        """Start and stop, in the unit, of what is owned of a parameter."""
+        edges = (slot.start, slot.start + self.boxes[slot.name].size)
+        return tuple(min(max(edge, self.start), self.stop) for edge in edges)
+
+    def flats(self) -> dict[Kind, list[Flat]]:
+        """What is to be updated, by kind, in runs without gaps; the same kinds on every rank, perhaps empty."""
+        found: dict[Kind, list[Flat]] = {}
+        for kind, slots in groupby(sorted(self.unit.slots, key=_order), key=_kind):
+            runs = _joined([(*self._run(slot), slot) for slot in slots])
+            found[kind] = [self._flat(kind.decay, *run) for run in runs]
+        return found
+
+    def _flat(self, decay: bool, start: int, stop: int, slots: Sequence[Slot]) -> Flat:
+        pieces, own = [], slice(start - self.start, stop - self.start)
+        for slot in slots:
+            first, last = self._run(slot)
+            if first < last:
+                pieces.append(Piece(slot.name, slot.shape, self.first(slot), first - start, last - start))
+        return Flat(self.master[own], self.gradient[own], decay, tuple(pieces))
 
     def show(self) -> None:
         """Give the weights their memory back."""
@@ -157,134 +179,31 @@ class Part:
         """Take the weights' memory away. Views that a graph saved are whole again when the weights come back."""
         nothing = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)
         for slot in self.unit.slots:
-            self.parameters[slot.name].data = nothing.expand(slot.shape)  # a read finds NaN, not somebody's memory
+            self.parameters[slot.name].data = nothing.expand(
+                self.boxes[slot.name].shape
+            )  # a read finds NaN, not somebody's memory
         self.full.untyped_storage().resize_(0)
 
 
-def build(
-    units: Sequence[Unit],
-    parameters: Mapping[str, nn.Parameter],
-    stage: Stage,
-    ranks: Ranks,
-    compute: torch.dtype | None = None,
-    summed: torch.dtype | None = None,
-    fill: Fill | None = None,
-) -> list[Part]:
-    """Give parameters flat memory. Collective over all groups.
-
-    Weights multiply in ``compute``, their own format where not given, and gradients are added up in ``summed``, which
-    is fp32 or wider where not given. ``fill`` says what the parameters are to be, their own values where not given; it
-    is asked for what this rank owns alone.
-    """
-    inner = ranks.inner
-    formats = [compute or parameters[unit.slots[0].name].dtype for unit in units]
-    devices = [parameters[unit.slots[0].name].device for unit in units]
-    place = _Place(units, devices, inner)
-    fulls = place.apart(formats) if stage.weights else place.arena(formats, _common(inner))
-    owns = place.owned(formats) if stage.weights else place.cut(fulls)
-    readers = inner if inner.size > 1 else ranks.outer
-    widths = [summed or wide(format) for format in formats]
-    buffers = [None] * len(units) if stage.gradients else place.arena(widths, readers.buffer)
-    gradients = [torch.zeros_like(own, dtype=width) for own, width in zip(owns, widths, strict=True)] \
-        if stage.gradients else place.cut(buffers)  # fmt: skip
-    made = []
-    seconds = place.seconds(units, formats, ranks.near) if ranks.near and stage.weights else [None] * len(units)
-    rows = zip(units, fulls, owns, gradients, buffers, seconds, strict=True)
-    for unit, full, own, gradient, buffer, second in rows:
-        mine = {slot.name: parameters[slot.name] for slot in unit.slots}
-        made.append(_part(unit, mine, inner, full, own, gradient, buffer, second))
-        _fill(made[-1], fill or _values(mine))
-        made[-1].hide() if stage.weights else made[-1].bind()
-    return made
+def _kind(slot: Slot) -> Kind:
+    return Kind(slot.axes, slot.decay)
 
 
-def _part(unit, parameters, inner: Group, full: Tensor, own: Tensor, gradient, buffer, second) -> Part:
-    bounds = [unit.interval(inner.size, rank) for rank in range(inner.size)]
-    sizes, start = tuple(stop - start for start, stop in bounds), bounds[inner.rank][0]
-    return Part(unit, parameters, sizes, start, full, own, Masters([own]), gradient, buffer, second)
+def _order(slot: Slot) -> tuple[tuple[str, ...], bool]:
+    return slot.axes, not slot.decay
 
 
-@torch.no_grad()
-def _fill(part: Part, fill: Fill) -> None:
-    """Write the own interval; only that, since the ranks may share the memory."""
-    for slot in part.unit.slots:
-        share = part.share(slot, part.master)
-        if share.numel():
-            fill(slot.name, max(part.start - slot.start, 0), share)
-    part.masters.round()
+Run = tuple[int, int, list[Slot]]
 
 
-def _values(parameters: Mapping[str, nn.Parameter]) -> Fill:
-    """Parameters' own elements, in row-major order whatever their strides are."""
-
-    def fill(name: str, first: int, out: Tensor) -> None:
-        out.copy_(parameters[name].detach().reshape(-1)[first : first + out.numel()])
-
-    return fill
-
-
-class _Place:
-    """Where the memory of all units is to lie."""
-
-    def __init__(self, units: Sequence[Unit], devices: Sequence[torch.device], inner: Group) -> None:
-        self.totals = [unit.total for unit in units]
-        self.bounds = [unit.interval(inner.size, inner.rank) for unit in units]
-        self.largest = [stop - start for start, stop in (unit.interval(inner.size, 0) for unit in units)]
-        self.devices, self.inner = devices, inner
-
-    def apart(self, formats: Sequence[torch.dtype]) -> list[Tensor]:
-        """Memory that comes and goes for each unit alone; gone now, so that there never is a whole model."""
-        rows = zip(self.totals, formats, self.devices, strict=True)
-        return [_gone(torch.empty(total, dtype=format, device=device)) for total, format, device in rows]
-
-    def arena(self, formats: Sequence[torch.dtype], make: Make) -> list[Tensor]:
-        """One memory for all units of a format."""
-        return self._laid(self.totals, formats, make)
-
-    def owned(self, formats: Sequence[torch.dtype]) -> list[Tensor]:
-        """Memory for the own intervals, from which the other ranks gather."""
-        laid = self._laid(self.largest, formats, self.inner.buffer)
-        return [memory[: stop - start] for memory, (start, stop) in zip(laid, self.bounds, strict=True)]
-
-    def seconds(self, units: Sequence[Unit], formats: Sequence[torch.dtype], near: Group) -> list[Second | None]:
-        """Memory for what neighbours keep of units that come and go."""
-        bounds = [[unit.interval(near.size, rank) for rank in range(near.size)] for unit in units]
-        sizes = [tuple(stop - start for start, stop in edges) for edges in bounds]
-        laid = self._laid(
-            [0 if unit.held else rows[0] for unit, rows in zip(units, sizes, strict=True)], formats, near.buffer
-        )
-        return [
-            None if unit.held else Second(memory[: rows[near.rank]], rows, edges[near.rank][0])
-            for unit, memory, rows, edges in zip(units, laid, sizes, bounds, strict=True)
-        ]
-
-    def cut(self, memories: Sequence[Tensor]) -> list[Tensor]:
-        """The own intervals of memory for whole units."""
-        return [memory[start:stop] for memory, (start, stop) in zip(memories, self.bounds, strict=True)]
-
-    def _laid(self, sizes: Sequence[int], formats: Sequence[torch.dtype], make: Make) -> list[Tensor]:
-        laid: dict[int, Tensor] = {}
-        for key in dict.fromkeys(zip(formats, self.devices, strict=True)):
-            chosen = [i for i, own in enumerate(zip(formats, self.devices, strict=True)) if own == key]
-            lengths = [_rounded(sizes[i], key[0]) for i in chosen]
-            memory = make(sum(lengths), key[0]).to(key[1])
-            laid |= {i: part[: sizes[i]] for i, part in zip(chosen, memory.split(lengths), strict=True)}
-        return [laid[i] for i in range(len(sizes))]
-
-
-def _gone(memory: Tensor) -> Tensor:
-    memory.untyped_storage().resize_(0)
-    return memory
-
-
-def _common(group: Group) -> Make:
-    def make(numel: int, dtype: torch.dtype) -> Tensor:
-        memory = group.common(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=group.device) if memory is None else memory
-
-    return make
-
-
-def _rounded(size: int, dtype: torch.dtype) -> int:
-    step = max(1, ALIGN_BYTES // dtype.itemsize)
-    return -(-size // step) * step
+def _joined(runs: Iterable[tuple[int, int, Slot]]) -> list[Run]:
+    """Runs of elements that touch made one, with the parameters in it; at least one, which may be empty."""
+    found: list[Run] = []
+    for start, stop, slot in sorted(runs, key=lambda run: run[:2]):
+        if found and (start == found[-1][1] or start == stop):
+            found[-1] = (found[-1][0], max(stop, found[-1][1]), [*found[-1][2], slot])
+        elif found and found[-1][0] == found[-1][1]:
+            found[-1] = (start, stop, [*found[-1][2], slot])
+        else:
+            found.append((start, stop, [slot]))
+    return found

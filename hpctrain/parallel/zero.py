@@ -36,10 +36,11 @@ from hpctrain.optim.flat import Flat
 from hpctrain.optim.optimizer import Optimizer
 from hpctrain.parallel.conveyor import Conveyor
 from hpctrain.parallel.gradients import Gradients
+from hpctrain.parallel.place import build, whole_box
 from hpctrain.parallel.travel import Travel
-from hpctrain.parallel.units import Part, Ranks, build
-from hpctrain.plan.layout import Layout
-from hpctrain.plan.units import SHARD, STAGES, Member, Stage, Unit, arrange, room
+from hpctrain.parallel.units import Part, Ranks
+from hpctrain.plan.layout import Box, Layout
+from hpctrain.plan.units import SHARD, STAGES, Member, Slot, Stage, Unit, arrange, room
 
 Kept = dict[str, tuple[Layout, Tensor]]
 """What a checkpoint keeps, by name: as ``hpctrain.checkpoint.state.Held`` takes it."""
@@ -64,7 +65,8 @@ class Sharded:
 
     Collective: all ranks of all groups make it, from modules with the same parameters in the same order, and take the
     same steps. ``units`` cover just the parameters that have a gradient and elements. ``fill`` gives the weights of the
-    first step, by default what the parameters are.
+    first step, by default what the parameters are; ``box`` what of a parameter is on this rank, where tensor
+    parallelism cuts it.
     """
 
     def __init__(
@@ -76,13 +78,14 @@ class Sharded:
         formats: Formats = Formats(),
         gather_bytes: int | None = None,
         fill: Fill | None = None,
+        box: Callable[[Slot], Box] = whole_box,
     ) -> None:
         self.module, self.stage, self.group, self.outer = module, stage, ranks.inner, ranks.outer
         self._parameters = dict(module.named_parameters())
         units, compute = tuple(units), formats.compute
-        self.parts = build(units, self._parameters, stage, ranks, compute, formats.summed, fill)
+        self.parts = build(units, self._parameters, stage, ranks, compute, formats.summed, fill, box)
         self._place = {slot.name: (part, slot) for part in self.parts for slot in part.unit.slots}
-        self._flats = [flat for part in self.parts for flat in part.flats()]
+        self.kinds = _kinds(self.parts)
         self._buffers = [buffer for name, buffer in module.named_buffers() if name in module.state_dict()]
         travel = Travel(ranks, formats.gathered, formats.reduced)
         self.conveyor = Conveyor(self.parts, travel, not stage.weights, room(units, _name(compute), gather_bytes))
@@ -91,7 +94,7 @@ class Sharded:
 
     def flats(self) -> list[Flat]:
         """What this rank owns, as an optimizer takes it; ``group`` is who owns the rest."""
-        return list(self._flats)
+        return [flat for flats in self.kinds.values() for flat in flats]
 
     def begin(self) -> None:
         """Forget the gradients of the step before; call it before the first micro-batch. Collective."""
@@ -213,6 +216,15 @@ def _members(module: nn.Module, modules: list[str], decay: Callable[[str, nn.Par
         if parameter.requires_grad:
             own = modules if len(around[id(parameter)]) == 1 else ()
             found.append(Member.of(name, tuple(parameter.shape), decay(name, parameter), _name(parameter.dtype), own))
+    return found
+
+
+def _kinds(parts: Iterable[Part]) -> dict[tuple[str, ...], list[Flat]]:
+    """What this rank owns of all units, by the axes along which others own other elements of it."""
+    found: dict[tuple[str, ...], list[Flat]] = {}
+    for part in parts:
+        for kind, flats in part.flats().items():
+            found.setdefault(kind.axes, []).extend(flats)
     return found
 
 

@@ -4,6 +4,9 @@ The parameters of a unit lie one after another in a flat buffer, those with weig
 one interval of the buffer, has at most two runs that an optimizer treats alike. Nothing is padded; intervals differ by
 at most one element, and may be empty.
 
+Where tensor parallelism cuts a parameter, its place in the buffer has room for the largest box of it, so that offsets
+are the same on all ranks; a rank whose box is smaller leaves the rest of its place unused.
+
 A unit is a module that a person or the model's plan names, usually a block. What no unit names is *held*: it is used
 by more than one module or around all of them, as embeddings are, so it stays whole while a step runs. Held parameters
 are grouped by the first part of their names.
@@ -17,7 +20,7 @@ from itertools import groupby
 from math import prod
 
 from hpctrain.errors import ConfigError
-from hpctrain.plan.layout import ITEMSIZE, Flat, Layout, piece
+from hpctrain.plan.layout import ITEMSIZE, Box, Cut, Flat, Layout, piece
 from hpctrain.plan.mesh import Mesh
 
 REPLICA, SHARD = "replica", "dp"  # axes: ranks that hold the same, and ranks that share one copy
@@ -61,13 +64,23 @@ class Member:
     dtype: str
     unit: str
     held: bool
+    cuts: tuple[Cut, ...] = ()
+    """How tensor parallelism cuts it: in dim 0 or not at all."""
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], decay: bool, dtype: str, modules: Collection[str]) -> Member:
+    def of(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        decay: bool,
+        dtype: str,
+        modules: Collection[str],
+        cuts: tuple[Cut, ...] = (),
+    ) -> Member:
         """The parameter in the innermost of ``modules`` that it is in, else held."""
         around = [module for module in modules if name.startswith(f"{module}.")]
         first, dot, _ = name.partition(".")
-        return cls(name, shape, decay, dtype, max(around, key=len, default=first if dot else ""), not around)
+        return cls(name, shape, decay, dtype, max(around, key=len, default=first if dot else ""), not around, cuts)
 
 
 @dataclass(frozen=True)
@@ -76,9 +89,20 @@ class Slot:
 
     name: str
     shape: tuple[int, ...]
+    """Of the whole parameter."""
     decay: bool
     start: int
     stop: int
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Along which tensor parallelism cuts it."""
+        return tuple(axis for cut in self.cuts for axis in cut.axes)
+
+    def box(self, mesh: Mesh, rank: int) -> Box:
+        """What a rank has of it before units are shared: all of it where nothing cuts it."""
+        return Layout(self.shape, "float32", self.cuts).box(mesh, rank)
 
 
 @dataclass(frozen=True)
@@ -106,15 +130,18 @@ class Unit:
 
     def layout(self, slot: Slot, axes: tuple[str, ...], dtype: str) -> Layout:
         """Where a tensor like the parameter, in ``dtype``, lies on ranks that share the unit along ``axes``."""
-        return Layout(slot.shape, dtype, flat=Flat(axes, slot.start, self.total) if axes else None)
+        return Layout(slot.shape, dtype, slot.cuts, Flat(axes, slot.start, self.total) if axes else None)
 
 
-def arrange(members: Iterable[Member]) -> tuple[Unit, ...]:
-    """Units in the order in which their first parameters come; each has one dtype. Empty parameters are in none."""
+def arrange(members: Iterable[Member], mesh: Mesh | None = None) -> tuple[Unit, ...]:
+    """Units in the order in which their first parameters come; each has one dtype. Empty parameters are in none.
+
+    ``mesh`` is given where parameters are cut.
+    """
     members = [member for member in members if prod(member.shape)]
     places = {_key(member): place for place, member in reversed(list(enumerate(members)))}
     ordered = sorted(members, key=lambda member: (places[_key(member)], not member.decay))
-    return tuple(_unit(key, list(part)) for key, part in groupby(ordered, key=_key))
+    return tuple(_unit(key, list(part), mesh) for key, part in groupby(ordered, key=_key))
 
 
 def choose(stage: int, ranks: int, shard: int | None) -> tuple[tuple[str, int], ...]:
@@ -164,9 +191,15 @@ def _key(member: Member) -> tuple[str, bool, str]:
     return member.unit, member.held, member.dtype
 
 
-def _unit(key: tuple[str, bool, str], members: list[Member]) -> Unit:
+def _unit(key: tuple[str, bool, str], members: list[Member], mesh: Mesh | None) -> Unit:
     slots, stop = [], 0
     for member in members:
-        start, stop = stop, stop + prod(member.shape)
-        slots.append(Slot(member.name, member.shape, member.decay, start, stop))
+        start, stop = stop, stop + _room(member, mesh)
+        slots.append(Slot(member.name, member.shape, member.decay, start, stop, member.cuts))
     return Unit(*key, tuple(slots))
+
+
+def _room(member: Member, mesh: Mesh | None) -> int:
+    """Elements of the largest box of a parameter: that of the first rank."""
+    layout = Layout(member.shape, member.dtype, member.cuts if mesh else ())
+    return layout.box(mesh or Mesh(()), 0).size
