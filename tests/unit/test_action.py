@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.errors import PlanError
-from hpctrain.schedule.action import Action, Schedule, accumulate
+from hpctrain.schedule.action import OPS, Action, Schedule, accumulate
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
 
-actions = st.builds(Action, st.integers(0, 300), st.sampled_from("FBIW"), st.integers(0, 3000))
+actions = st.builds(Action, st.integers(0, 300), st.sampled_from([*OPS]), st.integers(0, 3000))
 schedules = st.lists(st.lists(actions, max_size=6).map(tuple), min_size=1, max_size=5).map(
     lambda ranks: Schedule(tuple(ranks))
 )
@@ -20,7 +20,9 @@ NO_ACTION = (
     "{!r} is not an action\n"
     "  an action is a stage, an op and a micro-batch, such as 2F0, both counted from 0\n"
     "  use one of the ops F (forward), B (backward: I and W in one), I (gradient of the input), "
-    "W (gradient of the weights)"
+    "W (gradient of the weights), SEND_F (send the activation to the next stage), "
+    "RECV_F (receive it from the stage before), SEND_B (send the gradient to the stage before), "
+    "RECV_B (receive it from the next stage)"
 )
 
 
@@ -32,7 +34,7 @@ def test_an_action_comes_back_from_its_text_as_the_same_value(action):
 
 
 @PROPERTY
-@given(st.text("01FBIW29 -x", max_size=5))
+@given(st.text("01FBIW29 -x_SENDRECV", max_size=5))
 def test_a_text_is_the_text_of_the_action_it_gives_or_is_refused_by_name(text):
     try:
         assert str(Action.parse(text)) == text
@@ -72,6 +74,25 @@ def test_a_wrong_word_in_a_schedule_is_named():
     with pytest.raises(PlanError) as caught:
         Schedule.parse("0F0 0B0\n1F0 1Q0\n")
     assert str(caught.value) == NO_ACTION.format("1Q0")
+
+
+def test_a_message_knows_its_other_end_and_a_backward_its_parts():
+    ends = {"2SEND_F5": "3RECV_F5", "3SEND_B0": "2RECV_B0"}
+    for send, receive in ends.items():
+        assert Action.parse(send).peer == Action.parse(receive)
+        assert Action.parse(receive).peer == Action.parse(send)
+    assert [action.is_send for action in map(Action.parse, ("2SEND_F5", "3RECV_F5", "2F5"))] == [True, False, False]
+    assert Action.parse("4B1").parts == (Action(4, "I", 1), Action(4, "W", 1))
+    assert Action.parse("4W1").parts == (Action(4, "W", 1),)
+
+
+def test_a_schedule_knows_the_rank_of_each_stage_and_what_goes_between_ranks():
+    schedule = Schedule.parse("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0")
+    assert (schedule.stages, schedule.microbatches) == (4, 1)
+    assert schedule.home == {0: 0, 1: 1, 2: 1, 3: 0}
+    assert [stage for stage in range(-1, 5) if schedule.crosses(stage)] == [0, 2]
+    assert not schedule.has_messages
+    assert Schedule.parse("0F0 0SEND_F0").has_messages
 
 
 def test_a_schedule_without_ranks_is_refused():
