@@ -8,7 +8,7 @@ tensor means on the ranks of the group:
 * *parts*: the tensor is the sum of what the ranks hold (of an alike tensor's gradient: each rank knows a part).
 
     function         takes    gives    gradient          where it is met
-    copy             alike    parts    all-reduce        into a column-parallel linear
+    copy, copies     alike    parts    all-reduce        into a column-parallel linear; weights used on own tokens
     reduce           parts    alike    as it is          out of a row-parallel linear
     gather           own      parts    reduce-scatter    from a sequence-cut region into a tensor-cut one
     reduce_scatter   parts    own      all-gather        and back
@@ -42,6 +42,11 @@ Map = Callable[[Tensor], Tensor]
 def copy(x: Tensor, group: Group) -> Tensor:
     """Hand an alike ``x`` to ranks that go on differently with it; its gradient is the sum of theirs."""
     return _linear(x, _same, lambda grad: _sum(grad, group))
+
+
+def copies(xs: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """``copy`` of several tensors of one dtype; their gradients are summed in one collective, when all are there."""
+    return _Copies.apply(group, *xs) if group.size > 1 else tuple(xs)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
@@ -115,6 +120,21 @@ class _Pair(Function):
 
 def _linear(x: Tensor, there: Map, back: Map) -> Tensor:
     return _Pair.apply(x, there, back)
+
+
+class _Copies(Function):
+    """The identity of many tensors; its adjoint, a sum, takes them as one."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(map(_same, xs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = reduce(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
+        parts = total.split([grad.numel() for grad in grads])
+        return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
 
 # ---- the maps: plain tensors in and out, contiguous results -------------------------------------------------------

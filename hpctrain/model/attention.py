@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpctrain.model.parts import Gather, Spread, norm
+from hpctrain.model.frame import Frame
+from hpctrain.model.parts import Gather, Spread, fan, norm
 from hpctrain.plan.weights import ModelShape
 
 
@@ -22,22 +23,19 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         self.rope_base = shape.rope_base if shape.positions == "rotary" else None
-        self.norm = norm(shape)
+        self.norm, self.fan = norm(shape), fan
         self.core = Core()
         self.query = Spread(shape.width, shape.heads * shape.head_dim, shape.bias)
         self.key = Spread(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
         self.value = Spread(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
         self.out = Gather(shape.heads * shape.head_dim, shape.width, shape.bias)
 
-    def forward(self, x_BTD: Tensor, allowed_B1TT: Tensor | None) -> Tensor:
-        """``allowed`` is added to the scores; None for every token seeing those before it, the quickest way."""
-        x_BTD = self.norm(x_BTD)
-        q_BTHE, k_BTHE, v_BTHE = (
-            part(x_BTD).unflatten(-1, (-1, self.head_dim)) for part in (self.query, self.key, self.value)
-        )
+    def forward(self, x_BTD: Tensor, frame: Frame) -> Tensor:
+        parts = self.fan(self.norm(x_BTD), (self.query, self.key, self.value), frame.tokens)
+        q_BTHE, k_BTHE, v_BTHE = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.rope_base is not None:
             q_BTHE, k_BTHE = rotate(q_BTHE, self.rope_base), rotate(k_BTHE, self.rope_base)
-        return self.out(self.core(q_BTHE, k_BTHE, v_BTHE, allowed_B1TT))
+        return self.out(self.core(q_BTHE, k_BTHE, v_BTHE, frame.allowed))
 
 
 class Core(nn.Module):

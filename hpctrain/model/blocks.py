@@ -1,4 +1,7 @@
-"""Block: attention, then a feed-forward part, each behind its norm and added to what came in."""
+"""Block: attention, then a feed-forward part, each behind its norm and added to what came in.
+
+Dims: B samples, T tokens, D width, M width of the feed-forward part.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.model.attention import Attention
-from hpctrain.model.noise import Dropout, Noise
-from hpctrain.model.parts import Gather, Spread, norm
+from hpctrain.model.frame import Frame
+from hpctrain.model.noise import Dropout
+from hpctrain.model.parts import Gather, Spread, fan, norm
 from hpctrain.plan.weights import ModelShape
 
 
@@ -21,9 +25,9 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(shape.dropout, f"{name}.attention")
         self.mlp_dropout = Dropout(shape.dropout, f"{name}.mlp")
 
-    def forward(self, x_BTD: Tensor, allowed_B1TT: Tensor | None, noise: Noise | None) -> Tensor:
-        x_BTD = x_BTD + self.attention_dropout(self.attention(x_BTD, allowed_B1TT), noise)
-        return x_BTD + self.mlp_dropout(self.mlp(x_BTD), noise)
+    def forward(self, x_BTD: Tensor, frame: Frame) -> Tensor:
+        x_BTD = x_BTD + self.attention_dropout(self.attention(x_BTD, frame), frame)
+        return x_BTD + self.mlp_dropout(self.mlp(x_BTD, frame), frame)
 
 
 class GeluMlp(nn.Module):
@@ -31,12 +35,13 @@ class GeluMlp(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.norm = norm(shape)
+        self.norm, self.fan = norm(shape), fan
         self.up = Spread(shape.width, shape.mlp_width, shape.bias)
         self.down = Gather(shape.mlp_width, shape.width, shape.bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(x_BTD)), approximate="tanh"))  # the form that GPT-2 was trained with
+    def forward(self, x_BTD: Tensor, frame: Frame) -> Tensor:
+        (up_BTM,) = self.fan(self.norm(x_BTD), (self.up,), frame.tokens)
+        return self.down(F.gelu(up_BTM, approximate="tanh"))  # the form that GPT-2 was trained with
 
 
 class SwigluMlp(nn.Module):
@@ -44,14 +49,14 @@ class SwigluMlp(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.norm = norm(shape)
+        self.norm, self.fan = norm(shape), fan
         self.gate = Spread(shape.width, shape.mlp_width, shape.bias)
         self.up = Spread(shape.width, shape.mlp_width, shape.bias)
         self.down = Gather(shape.mlp_width, shape.width, shape.bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = self.norm(x_BTD)
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+    def forward(self, x_BTD: Tensor, frame: Frame) -> Tensor:
+        gate_BTM, up_BTM = self.fan(self.norm(x_BTD), (self.gate, self.up), frame.tokens)
+        return self.down(F.silu(gate_BTM) * up_BTM)
 
 
 MLPS = {"gelu": GeluMlp, "swiglu": SwigluMlp}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import ShapeError
+from hpctrain.model.frame import Frame, Tokens
 
 
 @dataclass(frozen=True)
@@ -23,24 +24,36 @@ class Noise:
     step: int
     samples: tuple[int, ...]  # the number of each row of the micro-batch among the samples of the step
 
-    def drop(self, x_BTD: Tensor, rate: float, site: str) -> Tensor:
+    def drop(self, x: Tensor, rate: float, site: str, tokens: Tokens | None = None) -> Tensor:
         """``x`` with a part ``rate`` of its elements zero and the others divided by ``1 - rate``.
 
-        ``site`` names the place in the model, for each its own masks. Raises ShapeError when ``x`` has another
-        number of rows than there are samples.
+        ``x`` is ``[B, T, D]``, or ``[n, D]`` with ``tokens`` saying which these are. ``site`` names the place in the
+        model, for each its own masks. Raises ShapeError when there are other numbers of rows and of samples.
         """
-        if len(self.samples) != x_BTD.shape[0]:
+        tokens = tokens or Tokens.whole(*x.shape[:2])
+        if len(self.samples) != tokens.rows:
             raise ShapeError(
-                f"dropout at {site}: {x_BTD.shape[0]} rows, but {len(self.samples)} sample numbers",
+                f"dropout at {site}: {tokens.rows} rows, but {len(self.samples)} sample numbers",
                 "each row's mask comes from its sample's number",
                 "give Noise the numbers of the samples in this micro-batch, in order",
             )
-        keep_BTD = torch.empty(x_BTD.shape, dtype=torch.bool, device=x_BTD.device)
-        generator = torch.Generator(device=x_BTD.device)
-        for keep_TD, sample in zip(keep_BTD, self.samples, strict=True):
-            generator.manual_seed(number(self.seed, "dropout", self.step, site, sample))
-            keep_TD.bernoulli_(1 - rate, generator=generator)
-        return _Drop.apply(x_BTD, keep_BTD, 1 - rate)
+        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        self._draw(keep.view(-1, x.shape[-1]), 1 - rate, site, tokens)
+        return _Drop.apply(x, keep, 1 - rate)
+
+    def _draw(self, keep_ND: Tensor, part: float, site: str, tokens: Tokens) -> None:
+        """Each sample's mask; it is drawn whole, since a generator cannot be trusted to begin in the middle of it."""
+        generator = torch.Generator(device=keep_ND.device)
+        for row in range(tokens.start // tokens.length, -(-tokens.stop // tokens.length)):
+            generator.manual_seed(number(self.seed, "dropout", self.step, site, self.samples[row]))
+            first = row * tokens.length
+            start, stop = max(first, tokens.start), min(first + tokens.length, tokens.stop)
+            own_TD = keep_ND[start - tokens.start : stop - tokens.start]
+            if stop - start == tokens.length:
+                own_TD.bernoulli_(part, generator=generator)
+            else:
+                whole_TD = own_TD.new_empty(tokens.length, own_TD.shape[1]).bernoulli_(part, generator=generator)
+                own_TD.copy_(whole_TD[start - first : stop - first])
 
 
 class _Drop(torch.autograd.Function):
@@ -65,8 +78,8 @@ class Dropout(nn.Module):
         super().__init__()
         self.rate, self.site = rate, site
 
-    def forward(self, x_BTD: Tensor, noise: Noise | None) -> Tensor:
-        return noise.drop(x_BTD, self.rate, self.site) if noise and self.rate else x_BTD
+    def forward(self, x: Tensor, frame: Frame) -> Tensor:
+        return frame.noise.drop(x, self.rate, self.site, frame.tokens) if frame.noise and self.rate else x
 
 
 def number(*key: int | str, bytes_wide: int = 8) -> int:

@@ -1,7 +1,8 @@
 """The parts that a transformer is made of: norms, lookups, and linear maps to and from a dim that may be cut.
 
 Both maps keep the cut dim first, so that a shard is one contiguous run of the weight (``hpctrain.plan.weights``).
-Their ``product`` may be another one than that of their format (``hpctrain.precision.fp8``).
+Their ``product`` may be another one than that of their format (``hpctrain.precision.fp8``). Maps of one input are
+taken together by ``fan``, so that what is to be done with the input can be done once (``hpctrain.parallel.linear``).
 
 In 16-bit formats the gradients of a norm's and of an embedding's weights, sums over very many tokens, are summed in
 fp32: torch's CPU kernels sum them in the format itself, where a bf16 sum of ones ends at 256.
@@ -9,10 +10,13 @@ fp32: torch's CPU kernels sum them in the format itself, where a bf16 sum of one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpctrain.model.frame import Tokens
 from hpctrain.plan.weights import NORMS, ModelShape
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -21,6 +25,11 @@ SHORT = (torch.bfloat16, torch.float16)
 def norm(shape: ModelShape) -> Norm:
     """The norm of this family, over the width."""
     return Norm(shape.norm, shape.width, shape.norm_epsilon)
+
+
+def fan(x_BTD: Tensor, maps: Sequence[nn.Module], tokens: Tokens) -> tuple[Tensor, ...]:
+    """What each of the maps makes of one input: ``[B, T, out]``, for all tokens of the micro-batch."""
+    return tuple(one(x_BTD) for one in maps)
 
 
 class Norm(nn.Module):
@@ -33,8 +42,13 @@ class Norm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        apply = _Norm.apply if x.dtype in SHORT and x.device.type == "cpu" else _norm
-        return apply(x, self.weight, self.bias, self.epsilon)
+        return normalise(x, self.weight, self.bias, self.epsilon)
+
+
+def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """LayerNorm of ``x`` over its last dim, or RMSNorm where there is no bias."""
+    apply = _Norm.apply if x.dtype in SHORT and x.device.type == "cpu" else _norm
+    return apply(x, weight, bias, epsilon)
 
 
 def lookup(tokens: Tensor, weight_VD: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hpctrain.errors import ShapeError
 from hpctrain.model.attention import within_documents
 from hpctrain.model.blocks import Block
+from hpctrain.model.frame import Frame, Tokens
 from hpctrain.model.loss import cross_entropy
 from hpctrain.model.noise import Dropout, Noise
 from hpctrain.model.parts import Spread, lookup, norm
@@ -28,6 +29,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
+        self.between = Tokens.whole  # which tokens this rank has between layers
         self.embed = Embed(shape)
         self.blocks = nn.ModuleDict({str(layer): Block(shape, f"blocks.{layer}") for layer in range(shape.layers)})
         self.head = Head(shape)
@@ -38,7 +40,8 @@ class Transformer(nn.Module):
         ``documents`` numbers each token's document, where attention is to stay within one. Without ``noise``
         nothing is dropped.
         """
-        return F.linear(self._hidden(tokens_BT, documents_BT, noise), self._head_weight)
+        hidden = self._hidden(tokens_BT, documents_BT, noise)
+        return self.head.output(hidden, self._head_weight, tokens_BT.numel()).view(*tokens_BT.shape, -1)
 
     def loss(
         self,
@@ -48,14 +51,20 @@ class Transformer(nn.Module):
         noise: Noise | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The summed loss of the targets that are not ``IGNORE``, in fp64, and how many they are."""
-        hidden_BTD = self._hidden(tokens_BT, documents_BT, noise)
-        return cross_entropy(hidden_BTD.flatten(0, 1), self._head_weight, targets_BT.flatten())
+        hidden_ND = self._hidden(tokens_BT, documents_BT, noise).flatten(0, -2)
+        return self.head.loss(hidden_ND, self._head_weight, targets_BT.flatten())
+
+    def frame(self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None) -> Frame:
+        """What the layers are told of these tokens."""
+        dtype = next(self.parameters()).dtype
+        allowed = None if documents_BT is None else within_documents(documents_BT, dtype)
+        return Frame(self.between(*tokens_BT.shape), allowed, noise)
 
     def _hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None) -> Tensor:
-        x_BTD = self.embed(tokens_BT, noise)
-        allowed_B1TT = None if documents_BT is None else within_documents(documents_BT, x_BTD.dtype)
+        frame = self.frame(tokens_BT, documents_BT, noise)
+        x_BTD = self.embed(tokens_BT, frame)
         for block in self.blocks.values():
-            x_BTD = block(x_BTD, allowed_B1TT, noise)
+            x_BTD = block(x_BTD, frame)
         return self.head(x_BTD)
 
     @property
@@ -68,17 +77,18 @@ class Embed(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.tokens = nn.Parameter(torch.empty(shape.vocabulary, shape.width))
+        self.tokens, self.lookup = nn.Parameter(torch.empty(shape.vocabulary, shape.width)), lookup
+        self.vocabulary = shape.vocabulary
         learned = shape.positions == "learned"
         self.positions = nn.Parameter(torch.empty(shape.sequence, shape.width)) if learned else None
-        self.dropout = Dropout(shape.dropout, "embed")
+        self.dropout, self.places = Dropout(shape.dropout, "embed"), places
 
-    def forward(self, tokens_BT: Tensor, noise: Noise | None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, frame: Frame) -> Tensor:
         """``[B, T, D]``. Raises ShapeError for more tokens than there are learned positions."""
-        x_BTD = lookup(tokens_BT, self.tokens)
+        x_BTD = self.lookup(tokens_BT, self.tokens)
         if self.positions is not None:
-            x_BTD = x_BTD + self._positions(tokens_BT.shape[1])
-        return self.dropout(x_BTD, noise)
+            x_BTD = x_BTD + self.places(self._positions(frame.tokens.length), frame.tokens)
+        return self.dropout(x_BTD, frame)
 
     def _positions(self, length: int) -> Tensor:
         if length > self.positions.shape[0]:
@@ -90,6 +100,11 @@ class Embed(nn.Module):
         return self.positions[:length]
 
 
+def places(positions_TD: Tensor, tokens: Tokens) -> Tensor:
+    """The vector of each token's position: of every sample the same ones, in order."""
+    return positions_TD
+
+
 class Head(nn.Module):
     """The last norm, and the weight of the logits where it is not the embedding's."""
 
@@ -97,7 +112,13 @@ class Head(nn.Module):
         super().__init__()
         self.norm = norm(shape)
         self.logits = None if shape.tied else Spread(shape.width, shape.vocabulary, bias=False)
+        self.output, self.loss, self.vocabulary = logits, cross_entropy, shape.vocabulary
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """What the logits are made of: ``[B, T, D]``."""
         return self.norm(x_BTD)
+
+
+def logits(hidden_BTD: Tensor, weight_VD: Tensor, total: int) -> Tensor:
+    """The logits of all ``total`` tokens."""
+    return F.linear(hidden_BTD, weight_VD)

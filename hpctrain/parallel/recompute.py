@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.model.blocks import Block
+from hpctrain.model.frame import Frame
 from hpctrain.model.transformer import Transformer
 
 
@@ -42,15 +42,15 @@ def again(module: nn.Module) -> Callable[..., Tensor]:
 def aside(module: nn.Module) -> Callable[..., Tensor]:
     """The module's forward, keeping what the backward needs in the host's memory.
 
-    The module's first input is its own; what else it is given all modules share, and it stays where it is.
+    The module's first input is its own; the mask in the frame all modules share, and it stays where it is.
     """
     forward = module.forward
 
-    def laid_aside(x: Tensor, *shared: Any) -> Tensor:
-        stay = (*module.parameters(), *(one for one in shared if isinstance(one, Tensor)))
+    def laid_aside(x: Tensor, frame: Frame) -> Tensor:
+        stay = (*module.parameters(), *(() if frame.allowed is None else (frame.allowed,)))
         store = Aside({one.untyped_storage().data_ptr() for one in stay})
         with saved_tensors_hooks(store.put, store.get):
-            return forward(x, *shared)
+            return forward(x, frame)
 
     return laid_aside
 

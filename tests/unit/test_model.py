@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hpctrain.config import ModelConfig
 from hpctrain.errors import ShapeError
 from hpctrain.model.attention import rotate
+from hpctrain.model.frame import Tokens
 from hpctrain.model.init import initialise
 from hpctrain.model.loss import IGNORE, ROWS, cross_entropy
 from hpctrain.model.noise import Noise, number
@@ -184,6 +185,28 @@ def test_the_loss_and_its_gradients_are_those_of_torch(rows, dtype):
         torch.testing.assert_close(cross_entropy(hidden, weight, targets)[0], ours, rtol=1e-12, atol=0)
 
 
+def loss_of_torch(hidden, weight, targets, smoothing, z_loss):
+    logits = hidden @ weight.T
+    levels = logits.logsumexp(-1)[targets != IGNORE]
+    cross = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    return cross + z_loss * levels.square().sum()
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.1, 0.0), (0.0, 0.01), (0.3, 0.1)])
+def test_label_smoothing_and_z_loss_are_those_of_their_formulas(smoothing, z_loss):
+    make = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 16, dtype=torch.double, generator=make).requires_grad_() for n in (ROWS + 9, 40))
+    targets = torch.randint(40, (ROWS + 9,), generator=make)
+    targets[::3] = IGNORE
+    ours, _ = cross_entropy(hidden, weight, targets, smoothing, z_loss)
+    theirs = loss_of_torch(hidden, weight, targets, smoothing, z_loss)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    for a, b in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(cross_entropy(hidden, weight, targets, smoothing, z_loss)[0], ours)
+
+
 def test_a_micro_batch_without_any_target_has_loss_zero_and_gradients_zero():
     model, tokens = model_of(family="gpt2"), tokens_of()
     loss, count = model.loss(tokens, torch.full_like(tokens, IGNORE))
@@ -227,6 +250,16 @@ def test_every_cut_of_a_batch_drops_the_same(knobs, cut, step):
     parts = [model(tokens[:cut], noise=Noise(1, step, (6, 7, 8, 9)[:cut]))]
     parts += [model(tokens[cut:], noise=Noise(1, step, (6, 7, 8, 9)[cut:]))]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-10, atol=1e-12)
+
+
+@given(rows=st.integers(1, 4), length=st.integers(1, 9), data=st.data())
+def test_a_part_of_the_tokens_drops_what_the_whole_would(rows, length, data):
+    noise, x = Noise(1, 2, tuple(range(rows))), torch.ones(rows, length, 16)
+    start = data.draw(st.integers(0, rows * length))
+    stop = data.draw(st.integers(start, rows * length))
+    whole = noise.drop(x, 0.5, "a").flatten(0, 1)
+    part = noise.drop(x.flatten(0, 1)[start:stop], 0.5, "a", Tokens(rows, length, start, stop))
+    assert torch.equal(part, whole[start:stop])
 
 
 def test_other_seeds_steps_samples_and_sites_drop_other_elements():
