@@ -11,32 +11,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import Held, State, dtype_name
 from hpctrain.cluster.devices import choose_device, threads
 from hpctrain.cluster.stop import listening
 from hpctrain.cluster.world import World
+from hpctrain.comm.group import Group
 from hpctrain.comm.groups import Groups
 from hpctrain.comm.together import led
-from hpctrain.config import Config, ParallelConfig
+from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
 from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, HpctrainError
 from hpctrain.model.init import filler, hollow
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.clip import global_norm, scale_
-from hpctrain.optim.optimizer import Optimizer
-from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.optim.optimizers import Optimizers
 from hpctrain.optim.rate import rate
+from hpctrain.parallel.assemble import counted, everyone, optimizers, piped, sharers, travelling
+from hpctrain.parallel.deferred import split
 from hpctrain.parallel.pipeline import Runner
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.units import Ranks
+from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.parallel.zero import Formats, Sharded
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.plan import Plan, decide, lay
-from hpctrain.plan.units import FAR, NEAR, REPLICA, SHARD, STAGES, neighbours
+from hpctrain.plan.rules import COPY, TENSOR
+from hpctrain.plan.units import PIPE, REPLICA, SHARD, STAGES
 from hpctrain.plan.weights import flops_per_token
 from hpctrain.precision.fp8 import in_fp8
 from hpctrain.precision.scale import LossScale
@@ -79,7 +83,11 @@ class Job:
     config: Config
     plan: Plan
     sharded: Sharded
-    optimizer: Optimizer
+    optimizer: Optimizers
+    owners: Group
+    """The ranks that own different parts of the model."""
+    counted: tuple[Tensor, ...]
+    """This rank's gradients that count in the norm over the owners."""
     runner: Runner
     meter: Meter
     scale: LossScale
@@ -91,20 +99,26 @@ class Job:
         """Make this rank's part of a run, with the weights of step 0. All ranks of the groups call it."""
         format = Format.of(config.precision)
         dtype, compute, summed = (getattr(torch, name) for name in (format.master, format.compute, format.summed))
-        model = hollow(lambda: Transformer(plan.shape), dtype, device)
+        spans = plan.spans_of(groups[PIPE].rank)
+        model = hollow(lambda: Transformer(plan.shape, spans), dtype, device)
+        tensor_parallel(model, groups[TENSOR], config.parallel.sequence, groups[COPY])
         recompute(model, config.train.recompute)
         in_fp8(model.blocks, config.precision.fp8)
-        stage, everyone = STAGES[plan.zero], groups[REPLICA, SHARD]
+        pipe = piped(config, plan, groups, split(plan.schedule, model))
         fill = filler(plan.shape, config.run.seed)
         formats = Formats(compute, summed, *travelling(config.parallel))
-        sharded = Sharded(model, plan.units, stage, sharers(config, plan, groups), formats, plan.gather_bytes, fill)
-        optimizer = OPTIMIZERS[config.optim.kind](sharded.flats(), config.optim, sharded.group, config.run.seed)
+        sharded = Sharded(
+            model, plan.units[groups[PIPE].rank], STAGES[plan.zero], sharers(config, plan, groups), formats,
+            plan.gather_bytes, fill, lambda slot: slot.box(plan.mesh, groups.rank),
+        )  # fmt: skip
+        optimizer = optimizers(sharded, config, plan, groups)
         meter = Meter(device, flops_per_token(plan.shape), groups.whole.size * peak_flops(config, device, compute))
-        runner = Runner(plan.schedule, model, sharded, everyone, meter, config.run.seed)
+        runner = Runner(plan.schedule, model, sharded, groups[REPLICA, SHARD], meter, config.run.seed, pipe)
         scale = LossScale(config.precision)
         state = {name: Held(*kept) for name, kept in sharded.state(optimizer).items()}
         state |= {f"optim/{name}": Held(Layout(tuple(x.shape), dtype_name(x)), x) for name, x in scale.states().items()}
-        return cls(config, plan, sharded, optimizer, runner, meter, scale, state)
+        owners, own = groups[everyone(plan)], tuple(counted(sharded, plan, groups))
+        return cls(config, plan, sharded, optimizer, owners, own, runner, meter, scale, state)
 
     def step(self, step: int, batches: Batches) -> dict[str, Any]:
         """Take one optimizer step and say how it went; ``step`` counts the steps before it. Collective."""
@@ -117,7 +131,7 @@ class Job:
         with self.meter.phase("optimizer"):
             gradients = [flat.gradient for flat in self.sharded.flats()]
             self.scale.undo(gradients)
-            norm, now = global_norm(gradients, self.sharded.group), rate(optim, step, self.config.train.steps)
+            norm, now = global_norm(self.counted, self.owners), rate(optim, step, self.config.train.steps)
             if not self.scale.skips(norm):
                 scale_(gradients, finite(norm, loss, step + 1), optim.clip)
                 self.optimizer.update(now, step)
@@ -145,21 +159,6 @@ class Job:
         count = min(self.config.train.validate_batches, batches.validation_batches)
         parts = [m for index in range(count) for m in batches.validation(index, group.rank, group.size)]
         return {"validation_loss": self.runner.evaluate([m.to(self.meter.device) for m in parts])}
-
-
-def sharers(config: Config, plan: Plan, groups: Groups) -> Ranks:
-    """The groups that share the model. Collective."""
-    stage, near = STAGES[plan.zero], config.parallel.near
-    inner, outer = groups[stage.axes], groups[stage.replicas]
-    if near is None:
-        return Ranks(inner, outer)
-    around = groups.regroup(neighbours(plan.mesh, near))
-    return Ranks(inner, outer, around[NEAR], around[FAR])
-
-
-def travelling(parallel: ParallelConfig) -> tuple[str | None, str | None]:
-    """In what weights and gradients travel, None for as they are."""
-    return tuple(None if form == "exact" else form for form in (parallel.gather_in, parallel.reduce_in))
 
 
 def finite(norm: float, loss: float, step: int) -> float:

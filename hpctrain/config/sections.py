@@ -219,6 +219,22 @@ class ParallelConfig(Section):
 
     dp: int | Auto = "auto"
     """Ranks that take different samples; ``auto`` uses all."""
+    tp: int = Field(1, ge=1)
+    """Ranks that share every product of a micro-batch (tensor parallelism): neighbours, best of one node."""
+    sequence: bool = True
+    """Whether ranks along ``tp`` share the tokens between products too: norms, dropout and residuals."""
+    pp: int = Field(1, ge=1)
+    """Ranks that have different blocks (pipeline parallelism)."""
+    schedule: str = "1f1b"
+    """What each rank along ``pp`` does when: ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``,
+    ``zb-h2``, ``zb-v`` or ``dualpipe-v``; ``hpctrain draw`` shows them."""
+    chunks: int | None = Field(None, ge=1)
+    """Stages of each rank along ``pp``; 2 where the schedule can have several, else 1, when not given."""
+    group: int | None = Field(None, ge=1)
+    """Micro-batches that go through a stage of ``interleaved`` before the next one has its turn, ``pp`` when not
+    given."""
+    layers_per_stage: tuple[int, ...] | None = Field(None, strict=False)
+    """Blocks of each stage, in order; dealt out evenly when not given, the head counting as what it costs."""
     zero: Literal[0, 1, 2, 3] = 0
     """What ranks share instead of each having it all: ``0`` nothing, ``1`` the optimizer's states, ``2`` gradients too,
     ``3`` weights too."""

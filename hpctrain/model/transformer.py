@@ -9,6 +9,8 @@ Dims: B samples, T tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,19 +22,26 @@ from hpctrain.model.frame import Frame, Tokens
 from hpctrain.model.loss import cross_entropy
 from hpctrain.model.noise import Dropout, Noise
 from hpctrain.model.parts import Spread, lookup, norm
+from hpctrain.plan.spans import Span, whole
 from hpctrain.plan.weights import ModelShape
 
 
 class Transformer(nn.Module):
-    """A model with memory for its weights and nothing in them; ``initialise`` or a checkpoint fills them."""
+    """A model with memory for its weights and nothing in them; ``initialise`` or a checkpoint fills them.
 
-    def __init__(self, shape: ModelShape) -> None:
+    With ``spans`` it is what some stages of a pipeline have of it, and ``through`` takes activations through one.
+    """
+
+    def __init__(self, shape: ModelShape, spans: Sequence[Span] | None = None) -> None:
         super().__init__()
         self.shape = shape
+        spans = whole(shape) if spans is None else spans
         self.between = Tokens.whole  # which tokens this rank has between layers
-        self.embed = Embed(shape)
-        self.blocks = nn.ModuleDict({str(layer): Block(shape, f"blocks.{layer}") for layer in range(shape.layers)})
-        self.head = Head(shape)
+        embeds, ends = any(span.embed for span in spans), any(span.head for span in spans)
+        self.embed = Embed(shape, embeds) if embeds or (ends and shape.tied) else None
+        layers = [layer for span in spans for layer in span.layers]
+        self.blocks = nn.ModuleDict({str(layer): Block(shape, f"blocks.{layer}") for layer in layers})
+        self.head = Head(shape) if ends else None
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, noise: Noise | None = None) -> Tensor:
         """The logits ``[B, T, V]`` of each next token.
@@ -51,8 +60,7 @@ class Transformer(nn.Module):
         noise: Noise | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The summed loss of the targets that are not ``IGNORE``, in fp64, and how many they are."""
-        hidden_ND = self._hidden(tokens_BT, documents_BT, noise).flatten(0, -2)
-        return self.head.loss(hidden_ND, self._head_weight, targets_BT.flatten())
+        return self.price(self._hidden(tokens_BT, documents_BT, noise), targets_BT)
 
     def frame(self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None) -> Frame:
         """What the layers are told of these tokens."""
@@ -60,12 +68,21 @@ class Transformer(nn.Module):
         allowed = None if documents_BT is None else within_documents(documents_BT, dtype)
         return Frame(self.between(*tokens_BT.shape), allowed, noise)
 
+    def through(self, span: Span, x: Tensor, frame: Frame) -> Tensor:
+        """What one stage makes of what the stage before made; ``x`` are the tokens where it has the embedding."""
+        if span.embed:
+            x = self.embed(x, frame)
+        for layer in span.layers:
+            x = self.blocks[str(layer)](x, frame)
+        return self.head(x) if span.head else x
+
+    def price(self, hidden: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``loss`` gives, of what the last stage has made."""
+        return self.head.loss(hidden.flatten(0, -2), self._head_weight, targets_BT.flatten())
+
     def _hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None) -> Tensor:
-        frame = self.frame(tokens_BT, documents_BT, noise)
-        x_BTD = self.embed(tokens_BT, frame)
-        for block in self.blocks.values():
-            x_BTD = block(x_BTD, frame)
-        return self.head(x_BTD)
+        (span,) = whole(self.shape)
+        return self.through(span, tokens_BT, self.frame(tokens_BT, documents_BT, noise))
 
     @property
     def _head_weight(self) -> Tensor:
@@ -73,13 +90,16 @@ class Transformer(nn.Module):
 
 
 class Embed(nn.Module):
-    """A vector for each token, and for each position where positions are learned."""
+    """A vector for each token, and for each position where positions are learned.
 
-    def __init__(self, shape: ModelShape) -> None:
+    Where only a tied head uses it, it has no positions.
+    """
+
+    def __init__(self, shape: ModelShape, looks_up: bool = True) -> None:
         super().__init__()
         self.tokens, self.lookup = nn.Parameter(torch.empty(shape.vocabulary, shape.width)), lookup
         self.vocabulary = shape.vocabulary
-        learned = shape.positions == "learned"
+        learned = looks_up and shape.positions == "learned"
         self.positions = nn.Parameter(torch.empty(shape.sequence, shape.width)) if learned else None
         self.dropout, self.places = Dropout(shape.dropout, "embed"), places
 

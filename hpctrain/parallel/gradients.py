@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Handle
 from hpctrain.errors import HpctrainError
+from hpctrain.parallel.deferred import Notes
 from hpctrain.parallel.travel import Hop, Travel
 from hpctrain.parallel.units import Part
 from hpctrain.plan.units import Slot
@@ -55,7 +56,9 @@ class Gradients:
         self._sent: deque[Sent] = deque()  # on the first leg, in order
         self._near: deque[Sent] = deque()  # on the last one of several
         self._order: list[Part] = []  # whose gradients are still to be sent in this backward
-        self._inside = self._last = False
+        self._inside: set[Part] = set()  # whose gradients this backward completes
+        self._last = False
+        self.notes: Notes | None = None  # where gradients go that belong to a later moment
         for name, (part, _) in self._place.items():
             part.parameters[name].register_post_accumulate_grad_hook(partial(self._came, name))
 
@@ -65,19 +68,19 @@ class Gradients:
             for parameter in part.parameters.values():
                 parameter.grad = None
             part.stale, part.reduced = part.names, False
-        self._inside, self._order = False, []  # whatever a step before it that failed has left
+        self._inside, self._order = set(), []  # whatever a step before it that failed has left
 
     @contextmanager
-    def reducing(self, last: bool) -> Iterator[None]:
-        """Around a backward. Collective."""
+    def reducing(self, last: bool, parts: Sequence[Part]) -> Iterator[None]:
+        """Around a backward that completes the gradients of ``parts``. Collective."""
         if not (last or self.shared):
             yield
             return
-        for part in self.parts:
+        for part in parts:
             part.missing = part.names
-        self._order, self._inside, self._last = list(self.parts), True, last
+        self._order, self._inside, self._last = list(parts), set(parts), last
         yield
-        self._inside = False
+        self._inside = set()
         while self._order:
             self._send(self._order.pop())
 
@@ -93,17 +96,24 @@ class Gradients:
                 part.gradient.zero_()
 
     def _came(self, name: str, parameter: nn.Parameter) -> None:
-        """Take a gradient that the backward made to its place."""
+        """Take a gradient that the backward made; there is none where it is put off."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and self.notes is not None:
+            self.notes.add(partial(self._take, name, gradient))
+        elif gradient is not None:
+            self._take(name, gradient)
+
+    def _take(self, name: str, gradient: Tensor) -> None:
+        """Bring a gradient to its place."""
         part, slot = self._place[name]
-        if self._inside and name not in part.missing:
+        if part in self._inside and name not in part.missing:
             raise _twice(name)
         if part.buffer is None:
             self._lend(part)
-        accumulate(part.place(slot, part.buffer), parameter.grad, name in part.stale)
+        accumulate(part.place(slot, part.buffer), gradient, name in part.stale)
         part.stale.discard(name)
-        parameter.grad = None
         part.missing.discard(name)
-        if not part.missing and self._order:
+        if part in self._inside and not part.missing:
             self._complete(part)
             while self._order and not self._order[-1].missing:
                 self._send(self._order.pop())

@@ -21,7 +21,7 @@ What stays whole on every rank: frozen parameters, parameters without elements, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from hpctrain.model.init import Fill
 from hpctrain.optim.flat import Flat
 from hpctrain.optim.optimizer import Optimizer
 from hpctrain.parallel.conveyor import Conveyor
+from hpctrain.parallel.deferred import Notes
 from hpctrain.parallel.gradients import Gradients
 from hpctrain.parallel.place import build, whole_box
 from hpctrain.parallel.travel import Travel
@@ -96,22 +97,42 @@ class Sharded:
         """What this rank owns, as an optimizer takes it; ``group`` is who owns the rest."""
         return [flat for flats in self.kinds.values() for flat in flats]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which weights multiply."""
+        return self.parts[0].full.dtype
+
     def begin(self) -> None:
         """Forget the gradients of the step before; call it before the first micro-batch. Collective."""
         self.gradients.begin()
         self.conveyor.begin()
 
     @contextmanager
-    def reducing(self, last: bool = True) -> Iterator[None]:
+    def reducing(self, last: bool = True, parts: Sequence[Part] | None = None) -> Iterator[None]:
         """Put every backward inside; ``last`` says whether it is the step's last one. Collective.
 
-        Units are reduced in one fixed order on every rank, also those that got no gradient on this one.
+        Units are reduced in one fixed order on every rank, also those that got no gradient on this one. ``parts`` are
+        those that this backward is about, where it is not all of them.
         """
-        with self.gradients.reducing(last):
+        parts = self.parts if parts is None else parts
+        with self.gradients.reducing(last, parts):
             yield
         if last or self.stage.gradients:
-            for part in self.parts:
-                self.conveyor.release(part)
+            self.release(parts)
+
+    @contextmanager
+    def aside(self, notes: Notes) -> Iterator[None]:
+        """Inside, gradients are noted and not taken; ``notes.done()`` in a ``reducing`` takes them."""
+        self.gradients.notes = notes
+        try:
+            yield
+        finally:
+            self.gradients.notes = None
+
+    def release(self, parts: Iterable[Part]) -> None:
+        """The weights of these units are not in use any more. Collective."""
+        for part in parts:
+            self.conveyor.release(part)
 
     def finish(self) -> None:
         """Return when every gradient is the sum over all ranks; the weights may be updated then. Collective."""

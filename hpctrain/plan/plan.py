@@ -6,8 +6,8 @@ in the job, and every rank of a job computes the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain.config import Config
@@ -15,12 +15,18 @@ from hpctrain.errors import PlanError
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
+from hpctrain.plan.rules import axes, check, cuts
+from hpctrain.plan.spans import TIED, Span, mine, spans
 from hpctrain.plan.states import state_bytes
 from hpctrain.plan.topology import Topology
-from hpctrain.plan.units import REPLICA, SHARD, STAGES, Member, Unit, arrange, choose, neighbours, room
-from hpctrain.plan.weights import ModelShape, Weight, parameters, weights
-from hpctrain.schedule.action import Schedule, accumulate
+from hpctrain.plan.units import PIPE, REPLICA, SHARD, STAGES, Member, Unit, arrange, choose, neighbours, room
+from hpctrain.plan.weights import ModelShape, Weight, parameters
+from hpctrain.schedule.action import Schedule
+from hpctrain.schedule.kinds import make
+from hpctrain.schedule.passes import add_messages
 
+UNKNOWN = 1 << 30  # tokens of a tokenizer that is not there yet: enough to be cut over any ranks
+DATA = "ranks along dp take other samples: dp = {}"
 SHARED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
 
 
@@ -35,17 +41,25 @@ class Plan:
     """Of what the optimizer updates; the weights that multiply may have another (``formats.py``)."""
     layouts: dict[str, Layout]
     """Of each parameter, by its name."""
-    units: tuple[Unit, ...]
-    """Parameters that are gathered, reduced and updated together."""
+    spans: tuple[Span, ...]
+    """What each stage of the pipeline has of the model."""
+    units: tuple[tuple[Unit, ...], ...]
+    """For each rank along ``pp``: parameters that are gathered, reduced and updated together."""
     zero: int
     """The stage of ZeRO: what the ranks share."""
     gather_bytes: int
     """Weights of blocks alive at once, where ranks share them."""
     schedule: Schedule
     bytes: dict[str, int]
-    """What one rank holds, in bytes: weights, gradients, optimizer, and buffers for what comes and goes."""
+    """What one rank holds, in bytes, the one that holds most: weights, gradients, optimizer, and buffers for what
+    comes and goes."""
     reasons: tuple[str, ...]
     """Why it is so, a sentence each."""
+
+    def spans_of(self, stage_rank: int) -> tuple[Span, ...]:
+        """What a rank along ``pp`` has of the model: those of its stages."""
+        home = self.schedule.home
+        return tuple(span for stage, span in enumerate(self.spans) if home[stage] == stage_rank)
 
     def show(self) -> str:
         """The plan as lines for a person."""
@@ -74,55 +88,84 @@ class Plan:
 
 
 def lay(config: Config, topology: Topology) -> Mesh:
-    """The mesh of a run: all ranks take other samples. Refuses a batch that does not divide over them."""
-    ranks = len(topology.hosts)
-    dp = ranks if config.parallel.dp == "auto" else config.parallel.dp
-    if dp != ranks:
+    """The mesh of a run: along ``dp`` ranks take other samples. Refuses a batch that does not divide over them."""
+    parallel, ranks = config.parallel, len(topology.hosts)
+    model = parallel.pp * parallel.tp
+    dp = max(1, ranks // model) if parallel.dp == "auto" else parallel.dp
+    if dp * model != ranks:
         raise PlanError(
-            f"parallel.dp = {dp} is not the number of ranks, {ranks}",
+            f"parallel.dp x pp x tp = {dp} x {parallel.pp} x {parallel.tp} is not the number of ranks, {ranks}",
             "the sizes of the mesh's axes multiply to the ranks that were started",
-            f'start {dp} ranks, or set parallel.dp to {ranks} or "auto"',
+            f'start {-(-ranks // model) * model} ranks, or set parallel.dp to "auto" and the others to fit {ranks}',
         )
     _microbatches(config, dp)
-    mesh = Mesh(choose(config.parallel.zero, dp, config.parallel.shard))
-    if config.parallel.near is not None:
-        neighbours(mesh, config.parallel.near)
-    return mesh
+    data = choose(parallel.zero, dp, parallel.shard)
+    if parallel.near is not None:
+        neighbours(Mesh(data), parallel.near)
+    vocabulary = UNKNOWN if config.model.vocabulary == "auto" else config.model.vocabulary
+    tensor = axes(ModelShape.of(config.model, vocabulary), parallel.tp) if parallel.tp > 1 else ()
+    return Mesh((*([(PIPE, parallel.pp)] if parallel.pp > 1 else []), *data, *tensor))
 
 
 def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
     """Take every decision about a run; ``vocabulary`` is the tokenizer's number of tokens."""
     mesh = lay(config, topology)
     shape = ModelShape.of(config.model, vocabulary)
-    format = Format.of(config.precision)
-    dtype, stage = format.master, STAGES[config.parallel.zero]
-    units = cut(weights(shape), dtype)
+    check(shape, config.parallel.tp)
+    format, stage = Format.of(config.precision), STAGES[config.parallel.zero]
+    schedule = pipeline(config, _microbatches(config, mesh.size(REPLICA, SHARD)))
+    parts = spans(shape, schedule.stages, config.parallel.layers_per_stage)
+    homes = [tuple(parts[s] for s, home in schedule.home.items() if home == rank) for rank in range(config.parallel.pp)]
+    units = tuple(cut(mine(shape, own), format.master, mesh, _alone(shape, homes)) for own in homes)
     given = config.parallel.gather_mib
-    gather_bytes = room(units, format.compute, None if given == "auto" else int(given * 2**20))
+    gather_bytes = max(room(own, format.compute, None if given == "auto" else int(given * 2**20)) for own in units)
     return Plan(
         topology=topology,
         mesh=mesh,
         shape=shape,
-        dtype=dtype,
-        layouts={slot.name: unit.layout(slot, stage.axes, dtype) for unit in units for slot in unit.slots},
+        dtype=format.master,
+        layouts={
+            s.name: unit.layout(s, stage.axes, format.master) for own in units for unit in own for s in unit.slots
+        },
+        spans=parts,
         units=units,
         zero=config.parallel.zero,
         gather_bytes=gather_bytes,
-        schedule=accumulate(_microbatches(config, mesh.size(REPLICA, SHARD))),
-        bytes=_bytes(units, mesh, config, gather_bytes, format),
+        schedule=schedule,
+        bytes=max((_bytes(own, mesh, config, gather_bytes, format) for own in units), key=lambda b: sum(b.values())),
         reasons=tuple(_reasons(config, mesh)),
     )
 
 
-def cut(found: Iterable[Weight], dtype: str) -> tuple[Unit, ...]:
-    """The units of a model: its blocks, and what is around them."""
+def _layouts(units: Iterable[Iterable[Unit]], axes: tuple[str, ...], dtype: str) -> dict[str, Layout]:
+    every = [(unit, slot) for own in units for unit in own for slot in unit.slots]
+    return {slot.name: unit.layout(slot, axes, dtype) for unit, slot in every}
+
+
+def pipeline(config: Config, microbatches: int) -> Schedule:
+    """What the ranks along ``pp`` do in a step of so many micro-batches, and what they send each other."""
+    parallel = config.parallel
+    chunks = 1 if parallel.pp == 1 else parallel.chunks
+    kind = "1f1b" if parallel.pp == 1 else parallel.schedule  # one rank is a pipeline of one stage
+    return add_messages(make(kind, parallel.pp, microbatches, chunks, parallel.group if parallel.pp > 1 else None))
+
+
+def cut(found: Iterable[Weight], dtype: str, mesh: Mesh | None = None, alone: Collection[str] = ()) -> tuple[Unit, ...]:
+    """The units of a model: its blocks, and what is around them; weights that are ``alone`` are each one by itself."""
     found = tuple(found)
     blocks = {".".join(weight.name.split(".")[:2]) for weight in found if weight.name.startswith("blocks.")}
-    return arrange(Member.of(weight.name, weight.shape, weight.decay, dtype, blocks) for weight in found)
+    members = (Member.of(w.name, w.shape, w.decay, dtype, blocks, cuts(w) if mesh else ()) for w in found)
+    return arrange((replace(m, unit=m.name) if m.name in alone else m for m in members), mesh)
+
+
+def _alone(shape: ModelShape, homes: Sequence[Sequence[Span]]) -> tuple[str, ...]:
+    """A tied weight that two ranks of a pipeline have: they have to own the same intervals of it."""
+    holders = [own for own in homes if any(span.has(TIED, shape.tied) for span in own)]
+    return (TIED,) if len(holders) > 1 else ()
 
 
 def _bytes(units: tuple[Unit, ...], mesh: Mesh, config: Config, gather_bytes: int, format: Format) -> dict[str, int]:
-    """Of the first rank, whose intervals are the largest."""
+    """Of the first rank along ``dp``, whose intervals are the largest."""
     stage, near = STAGES[config.parallel.zero], config.parallel.near
     sharers = mesh.size(*stage.axes)
     whole = sum(unit.total for unit in units)
@@ -143,7 +186,9 @@ def _bytes(units: tuple[Unit, ...], mesh: Mesh, config: Config, gather_bytes: in
 def _reasons(config: Config, mesh: Mesh) -> Iterator[str]:
     ranks, batch = mesh.size(REPLICA, SHARD), config.train.batch
     microbatches, sharers = _microbatches(config, ranks), mesh.size(*STAGES[config.parallel.zero].axes)
-    yield f"every rank takes other samples: dp = {ranks}"
+    yield f"{mesh.ranks_total // ranks} ranks share a model's work, and " * (mesh.ranks_total > ranks) + DATA.format(
+        ranks
+    )
     if config.parallel.zero:
         copies = f", and there are {ranks // sharers} copies" * (ranks > sharers)
         yield f"parallel.zero = {config.parallel.zero}: {sharers} ranks share {SHARED[config.parallel.zero]}{copies}"

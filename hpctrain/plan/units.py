@@ -24,6 +24,7 @@ from hpctrain.plan.layout import ITEMSIZE, Box, Cut, Flat, Layout, piece
 from hpctrain.plan.mesh import Mesh
 
 REPLICA, SHARD = "replica", "dp"  # axes: ranks that hold the same, and ranks that share one copy
+PIPE = "pp"  # an axis: ranks that have other blocks
 FAR, NEAR = "far", "near"  # axes that SHARD is made of, where neighbours keep something of their own
 
 

@@ -1,0 +1,78 @@
+"""A backward in two: the input's gradient now, the weights' later, and both what one backward gives."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpctrain.model.parts import Gather, Spread
+from hpctrain.parallel.deferred import Deferred, Notes, defer
+
+
+class Pair(nn.Module):
+    """A map that is used as it lies, a norm, and one that is used turned about, without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Spread(5, 7, bias=True), Gather(7, 4, bias=False)
+        self.scale = nn.Parameter(torch.ones(7))
+        make = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=make)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) * self.scale)
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def expected() -> tuple[Tensor, dict[str, Tensor]]:
+    model, x = Pair(), inputs()
+    model(x).square().sum().backward()
+    return x.grad, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_what_is_put_off_is_what_one_backward_gives() -> None:
+    model, x, deferred, notes = Pair(), inputs(), Deferred(), Notes()
+    defer(model, deferred)
+    with deferred.put_off(notes):
+        model(x).square().sum().backward()
+    x_grad, gradients = expected()
+    torch.testing.assert_close(x.grad, x_grad, rtol=0, atol=1e-12)
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {"scale"}  # no product's
+    notes.done()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-12)
+
+
+def test_hooks_are_told_of_a_gradient_once_and_only_when_it_is_there() -> None:
+    model, deferred, notes, told = Pair(), Deferred(), Notes(), []
+    defer(model, deferred)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: p.grad is not None and told.append(name))
+    with deferred.put_off(notes):
+        model(inputs()).sum().backward()
+    assert told == ["scale"]
+    notes.done()
+    assert sorted(told[1:]) == ["first.bias", "first.weight", "second.weight"]
+    notes.done()
+    assert len(told) == 4
+
+
+def test_without_notes_a_backward_is_whole() -> None:
+    model = Pair()
+    defer(model, Deferred())
+    model(inputs()).square().sum().backward()
+    for name, gradient in expected()[1].items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=0, atol=1e-12)
+
+
+def test_maps_in_another_format_stay_as_they_are() -> None:
+    model = Pair()
+    model.first.product = other = lambda x, weight, bias: F.linear(x, weight, bias)
+    defer(model, Deferred())
+    assert model.first.product is other and model.second.product is not F.linear
