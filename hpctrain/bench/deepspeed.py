@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -19,10 +20,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpctrain.bench.peer import Loss, adamw, dtypes, mean_over_ranks
+from hpctrain.bench.peer import Loss, adamw, mean_over_ranks
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.errors import ConfigError
@@ -34,9 +36,10 @@ from hpctrain.plan.weights import ModelShape, weights
 FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}}
 
 
-def load_deepspeed() -> ModuleType:
+def load_deepspeed(local_rank: int) -> ModuleType:
     """Import DeepSpeed for CPUs; raises ConfigError where it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
     try:
         with _quiet():
             import deepspeed
@@ -48,16 +51,15 @@ def load_deepspeed() -> ModuleType:
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # none is compiled
+    warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # at every collective
     return deepspeed
 
 
 class DeepSpeed:
     """A run by DeepSpeed; live. All ranks of torch's default group, which is over gloo, make it."""
 
-    def __init__(self, config: Config, shape: ModelShape, batches: Batches, stage: int) -> None:
-        import torch.distributed as dist
-
-        self.deepspeed = load_deepspeed()
+    def __init__(self, config: Config, shape: ModelShape, batches: Batches, stage: int, deepspeed: ModuleType) -> None:
+        self.deepspeed = deepspeed
         self.batches, self.group = batches, dist.group.WORLD
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.settings = settings(config, shape, self.ranks, stage)
@@ -82,10 +84,9 @@ class DeepSpeed:
     def _model(self, config: Config, shape: ModelShape, stage: int) -> Transformer:
         """The model with its weights; in stage 3 cut up while it is made, so that no rank ever holds all of it."""
         zero = self.deepspeed.zero
-        compute, master = dtypes(config)
-        with zero.Init(config_dict_or_path=self.settings, dtype=compute) if stage == 3 else nullcontext():
+        # On CPUs, Init takes a dtype= for bf16 whatever it says (0.19): the settings tell it.
+        with zero.Init(config_dict_or_path=self.settings) if stage == 3 else nullcontext():
             model = Transformer(shape)
-        model = model if stage == 3 else model.to(master)
         for weight in weights(shape):
             parameter = model.get_parameter(weight.name)
             with zero.GatheredParameters(parameter, modifier_rank=0) if stage == 3 else nullcontext(), torch.no_grad():

@@ -62,11 +62,15 @@ class Scene:
 
     def sharing(self, stage: int) -> Scene:
         """The same with a stage of ZeRO. Collective."""
-        parallel = self.config.parallel.model_copy(update={"zero": stage})
-        config = self.config.model_copy(update={"parallel": parallel})
+        config = with_stage(self.config, stage)
         groups = Groups.open(lay(config, self.world.topology), self.world, config.comm)
         plan = decide(config, self.world.topology, self.batches.vocabulary)
         return replace(self, config=config, plan=plan, groups=groups)
+
+
+def with_stage(config: Config, stage: int) -> Config:
+    """The same run with a stage of ZeRO."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": stage})})
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def run(scene: Scene, against: tuple[str, ...], turns: int) -> list[Row]:
     losses: dict[str, float] = {}
     for turn in range(turns + 1):
         for name, step in contestants.items():
-            taken, losses[name] = _timed(step, turn, group)
+            taken, losses[name] = timed(step, turn, group)
             seconds[name].append(taken)
     return _rows({name: median(taken[1:]) for name, taken in seconds.items()}, losses, scene)
 
@@ -108,7 +112,8 @@ def _rows(seconds: dict[str, float], losses: dict[str, float], scene: Scene) -> 
     return [Row(name, taken, rates[name], rates[name] / free, losses[name]) for name, taken in seconds.items()]
 
 
-def _timed(step: Step, number: int, group: Group) -> tuple[float, float]:
+def timed(step: Step, number: int, group: Group) -> tuple[float, float]:
+    """Take step ``number``: the seconds of the slowest rank, and the loss. Collective."""
     group.barrier()
     began = time.perf_counter()
     loss = step(number)
@@ -179,9 +184,9 @@ def _fsdp2(backend: str, scene: Scene) -> Ready:
 def _deepspeed(stage: int, scene: Scene) -> Ready:
     from hpctrain.bench.deepspeed import DeepSpeed, load_deepspeed
 
-    load_deepspeed()
+    deepspeed = load_deepspeed(scene.world.local_rank)
     process_group(scene.world, "gloo")
-    return lambda: DeepSpeed(scene.config, scene.plan.shape, scene.batches, stage).step
+    return lambda: DeepSpeed(scene.config, scene.plan.shape, scene.batches, stage, deepspeed).step
 
 
 CONTESTANTS: dict[str, Callable[[Scene], Ready]] = {
