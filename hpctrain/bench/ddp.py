@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpctrain.bench.peer import Loss, adamw, clip, dtypes, mean_over_ranks
 from hpctrain.config import Config, load
 from hpctrain.data.batch import Batches, MicroBatch
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
-from hpctrain.plan.formats import FORMATS
-from hpctrain.plan.weights import ModelShape, weights
+from hpctrain.plan.weights import ModelShape
 
 
 class Ddp:
@@ -27,49 +27,30 @@ class Ddp:
 
     def __init__(self, config: Config, shape: ModelShape, batches: Batches, process_group: dist.ProcessGroup) -> None:
         self.config, self.batches, self.group = config, batches, process_group
-        model = Transformer(shape).to(getattr(torch, FORMATS[config.precision.compute].master))
+        model = Transformer(shape).to(dtypes(config)[1])
         initialise(model, shape, config.run.seed)
         self.model = nn.parallel.DistributedDataParallel(
-            _Loss(model), process_group=process_group, gradient_as_bucket_view=True
+            Loss(model), process_group=process_group, gradient_as_bucket_view=True
         )
-        self.optimizer = _adamw(model, shape, config)
+        self.optimizer = adamw(model, shape, config)
 
     def step(self, number: int) -> float:
         """Take one step; its loss, over all ranks. All ranks of the process group call it."""
         self.optimizer.zero_grad(set_to_none=True)
         *early, last = self.batches.part(number, dist.get_rank(self.group), dist.get_world_size(self.group))
+        mean = torch.zeros((), dtype=torch.float64)
         with self.model.no_sync():
             for m in early:
-                (self.model(m) / (len(early) + 1)).backward()
-        loss = self.model(last) / (len(early) + 1)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
+                mean += self._backward(m, len(early) + 1)
+        mean += self._backward(last, len(early) + 1)
+        clip(self.model, self.config.optim.clip)
         self.optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, group=self.group)
-        return float(mean) / dist.get_world_size(self.group)
+        return mean_over_ranks(mean, self.group)
 
-
-class _Loss(nn.Module):
-    """What DDP wraps: a module whose forward gives the loss that is to be averaged over ranks."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, m: MicroBatch) -> Tensor:
-        loss, tokens = self.model.loss(m.tokens, m.targets, m.documents)
-        return loss / tokens
-
-
-def _adamw(model: Transformer, shape: ModelShape, config: Config) -> torch.optim.Optimizer:
-    optim = config.optim
-    decays = {weight.name: weight.decay for weight in weights(shape)}
-    kinds = [
-        {"params": [p for name, p in model.named_parameters() if decays[name] is kind], "weight_decay": decay}
-        for kind, decay in ((True, optim.decay), (False, 0.0))
-    ]
-    return torch.optim.AdamW(kinds, lr=optim.rate, betas=(optim.beta1, optim.beta2), eps=optim.epsilon, fused=True)
+    def _backward(self, m: MicroBatch, microbatches: int) -> Tensor:
+        loss = self.model(m) / microbatches
+        loss.backward()
+        return loss.detach()
 
 
 def main(config_path: str, data_prefix: str) -> None:

@@ -54,17 +54,18 @@ def _ours(config: Path, prefix: str, ranks: int, launcher: str) -> float:
         options = [word for setting in settings for word in ("--set", setting)]
         program = [sys.executable, "-m", "hpctrain", "train", str(config), *options]
         began = time.time()
-        _finish([*shlex.split(launcher.format(ranks=ranks)), *program])
+        finish([*shlex.split(launcher.format(ranks=ranks)), *program])
         return json.loads((Path(folder) / "log.jsonl").read_text().splitlines()[0])["time"] - began
 
 
 def _torchrun(config: Path, prefix: str, ranks: int, launcher: str) -> float:
     program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     began = time.time()
-    return float(_finish([*program, "-m", "hpctrain.bench.ddp", str(config), prefix]).split()[-1]) - began
+    return float(finish([*program, "-m", "hpctrain.bench.ddp", str(config), prefix]).split()[-1]) - began
 
 
-def _finish(command: list[str]) -> str:
+def finish(command: list[str]) -> str:
+    """What a command printed. Raises UsageError, with the end of its errors, when it fails."""
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=600)
     if done.returncode:
         raise UsageError(f"{shlex.join(command)} ended with {done.returncode}", done.stderr[-2000:])

@@ -1,4 +1,4 @@
-"""One training step, timed beside torch's DistributedDataParallel and beside no communication at all.
+"""One training step, timed beside other frameworks and beside no communication at all.
 
 All contestants train the same model on the same data in the same processes, turn by turn, so that whatever else the
 machine does meets them alike. A turn is timed from a barrier to the moment when the slowest rank is done.
@@ -7,8 +7,11 @@ machine does meets them alike. A turn is timed from a barrier to the moment when
                  the communication-free rate that every other speed is a part of
     apart        every rank takes its part and none talks: what the machine itself loses, by sharing memory and caches
     hpctrain     the step that trains
+    zero-0 ...   the same with parallel.zero set to 0, 1, 2 or 3
     ddp          torch's DDP over gloo, as in its tutorials: bucket views, fused AdamW, clip by norm
-    ddp-mpi4py   the same over our torch.distributed backend
+    fsdp2        torch's FSDP2 over gloo
+    ...-mpi4py   either over our torch.distributed backend
+    deepspeed-1  DeepSpeed's ZeRO over gloo, stage 1, 2 or 3
 """
 
 from __future__ import annotations
@@ -16,25 +19,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
-from hpctrain.bench.ddp import Ddp
+from hpctrain.bench.peer import process_group
 from hpctrain.cluster.world import World
 from hpctrain.comm.group import Group
 from hpctrain.comm.groups import Groups
-from hpctrain.comm.store import open_store
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches, MicroBatch
+from hpctrain.errors import UsageError
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.plan import Plan, decide, lay
 from hpctrain.train import Job, open_data, set_up_device
 
 Step = Callable[[int], float]
 """Takes the number of a step, takes that step, and gives its loss."""
+Ready = Callable[[], Step]
+"""A contestant that has its modules and its groups, and makes its model when it is called."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,18 @@ class Scene:
         batches = open_data(config, groups)
         return cls(config, decide(config, world.topology, batches.vocabulary), world, groups, batches)
 
+    def sharing(self, stage: int) -> Scene:
+        """The same with a stage of ZeRO. Collective."""
+        config = with_stage(self.config, stage)
+        groups = Groups.open(lay(config, self.world.topology), self.world, config.comm)
+        plan = decide(config, self.world.topology, self.batches.vocabulary)
+        return replace(self, config=config, plan=plan, groups=groups)
+
+
+def with_stage(config: Config, stage: int) -> Config:
+    """The same run with a stage of ZeRO."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero": stage})})
+
 
 @dataclass(frozen=True)
 class Row:
@@ -71,14 +88,17 @@ class Row:
 
 
 def run(scene: Scene, against: tuple[str, ...], turns: int) -> list[Row]:
-    """Time ``turns`` steps of each contestant, after one for warming up. All ranks call it; all get the rows."""
+    """Time ``turns`` steps of each contestant, after one for warming up. All ranks call it; all get the rows.
+
+    Raises UsageError for a name that is not in ``CONTESTANTS``.
+    """
     group = scene.groups.whole
-    contestants = {name: CONTESTANTS[name](scene) for name in ("one", "apart", "hpctrain", *against)}
+    contestants = {name: contestant(name)(scene)() for name in ("one", "apart", "hpctrain", *against)}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     losses: dict[str, float] = {}
     for turn in range(turns + 1):
         for name, step in contestants.items():
-            taken, losses[name] = _timed(step, turn, group)
+            taken, losses[name] = timed(step, turn, group)
             seconds[name].append(taken)
     return _rows({name: median(taken[1:]) for name, taken in seconds.items()}, losses, scene)
 
@@ -92,7 +112,8 @@ def _rows(seconds: dict[str, float], losses: dict[str, float], scene: Scene) -> 
     return [Row(name, taken, rates[name], rates[name] / free, losses[name]) for name, taken in seconds.items()]
 
 
-def _timed(step: Step, number: int, group: Group) -> tuple[float, float]:
+def timed(step: Step, number: int, group: Group) -> tuple[float, float]:
+    """Take step ``number``: the seconds of the slowest rank, and the loss. Collective."""
     group.barrier()
     began = time.perf_counter()
     loss = step(number)
@@ -104,23 +125,35 @@ def _timed(step: Step, number: int, group: Group) -> tuple[float, float]:
 # ---- contestants -----------------------------------------------------------------------------------------------------
 
 
-def _ours(scene: Scene) -> Step:
-    job = Job.build(scene.config, scene.plan, scene.groups, torch.device("cpu"))
-    return lambda number: job.step(number, scene.batches)["loss"]
+def contestant(name: str) -> Callable[[Scene], Ready]:
+    """The contestant of this name. Raises UsageError for an unknown one."""
+    if name not in CONTESTANTS:
+        raise UsageError(f"--against {name}: not a known peer", "", f"take some of {', '.join(CONTESTANTS)}")
+    return CONTESTANTS[name]
 
 
-def _apart(scene: Scene) -> Step:
+def _ours(scene: Scene) -> Ready:
+    def make() -> Step:
+        job = Job.build(scene.config, scene.plan, scene.groups, torch.device("cpu"))
+        return lambda number: job.step(number, scene.batches)["loss"]
+
+    return make
+
+
+def _stage(stage: int, scene: Scene) -> Ready:
+    return _ours(scene.sharing(stage))
+
+
+def _apart(scene: Scene) -> Ready:
     from mpi4py import MPI
 
     alone = Groups.open(Mesh((("dp", 1),)), World.of(MPI.COMM_SELF), scene.config.comm)
-    job = Job.build(scene.config, scene.plan, alone, torch.device("cpu"))
     parts = _Parts(scene.batches, scene.groups.whole)
-    return lambda number: job.step(number, parts)["loss"]
+    return _ours(replace(scene, groups=alone, batches=parts))
 
 
-def _one(scene: Scene) -> Step:
-    step = _apart(scene)
-    return step if scene.world.leads else lambda number: 0.0
+def _one(scene: Scene) -> Ready:
+    return _apart(scene) if scene.world.leads else lambda: lambda number: 0.0
 
 
 @dataclass(frozen=True)
@@ -134,23 +167,36 @@ class _Parts:
         return self.batches.part(step, self.group.rank, self.group.size)
 
 
-def _ddp(scene: Scene, backend: str) -> Step:
-    return Ddp(scene.config, scene.plan.shape, scene.batches, _process_group(scene.world, backend)).step
+def _ddp(backend: str, scene: Scene) -> Ready:
+    from hpctrain.bench.ddp import Ddp
+
+    group = process_group(scene.world, backend)
+    return lambda: Ddp(scene.config, scene.plan.shape, scene.batches, group).step
 
 
-def _process_group(world: World, backend: str) -> dist.ProcessGroup:
-    import hpctrain.comm.backend  # noqa: F401 - registers "mpi4py"
+def _fsdp2(backend: str, scene: Scene) -> Ready:
+    from hpctrain.bench.fsdp2 import Fsdp2
 
-    if not dist.is_initialized():
-        store = open_store(world.comm, 600.0).store
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    return dist.new_group(backend=backend)
+    group = process_group(scene.world, backend)
+    return lambda: Fsdp2(scene.config, scene.plan.shape, scene.batches, group).step
 
 
-CONTESTANTS: dict[str, Callable[[Scene], Step]] = {
+def _deepspeed(stage: int, scene: Scene) -> Ready:
+    from hpctrain.bench.deepspeed import DeepSpeed, load_deepspeed
+
+    deepspeed = load_deepspeed(scene.world.local_rank)
+    process_group(scene.world, "gloo")
+    return lambda: DeepSpeed(scene.config, scene.plan.shape, scene.batches, stage, deepspeed).step
+
+
+CONTESTANTS: dict[str, Callable[[Scene], Ready]] = {
     "one": _one,
     "apart": _apart,
     "hpctrain": _ours,
-    "ddp": lambda scene: _ddp(scene, "gloo"),
-    "ddp-mpi4py": lambda scene: _ddp(scene, "mpi4py"),
+    **{f"zero-{stage}": partial(_stage, stage) for stage in (0, 1, 2, 3)},
+    "ddp": partial(_ddp, "gloo"),
+    "ddp-mpi4py": partial(_ddp, "mpi4py"),
+    "fsdp2": partial(_fsdp2, "gloo"),
+    "fsdp2-mpi4py": partial(_fsdp2, "mpi4py"),
+    **{f"deepspeed-{stage}": partial(_deepspeed, stage) for stage in (1, 2, 3)},
 }

@@ -14,16 +14,20 @@ from hpctrain.cli.options import AsJson, ConfigPath, Overrides
 
 app = typer.Typer(no_args_is_help=True)
 
+PEERS = "zero-0 to zero-3 (ours), ddp, ddp-mpi4py, fsdp2, fsdp2-mpi4py, deepspeed-1 to deepspeed-3"
+Launcher = Annotated[str, typer.Option(help="The command that starts ranks, {ranks} of them.")]
+MPIRUN = "mpirun -n {ranks} --oversubscribe --bind-to none"
+
 
 @app.command("step")
 def step(
     config: ConfigPath,
-    against: Annotated[str, typer.Option(help="Peers to time beside, with commas: ddp, ddp-mpi4py.")] = "ddp",
+    against: Annotated[str, typer.Option(help=f"What to time beside, with commas: {PEERS}.")] = "ddp",
     turns: Annotated[int, typer.Option(help="Timed steps of each; the median is shown.", min=1)] = 7,
     set: Overrides = None,  # noqa: A002 - the option's name
     as_json: AsJson = False,
 ) -> None:
-    """Time one training step beside torch's DDP and beside no communication at all."""
+    """Time one training step beside other frameworks and beside no communication at all."""
     from hpctrain.cluster.world import World
     from hpctrain.config import load
 
@@ -32,8 +36,7 @@ def step(
     with World.join(chosen.comm) as world:
         from hpctrain.bench.step import Scene, run
 
-        peers = tuple(name for name in against.split(",") if name)
-        rows = run(Scene.open(chosen, world), peers, turns)
+        rows = run(Scene.open(chosen, world), _names(against), turns)
         _print(rows, world, as_json, f"{world.size} ranks, median of {turns} steps")
 
 
@@ -73,9 +76,7 @@ def ckpt(
 def start(
     config: ConfigPath,
     ranks: Annotated[int, typer.Option(help="Ranks to start.", min=1)] = 4,
-    launcher: Annotated[
-        str, typer.Option(help="The command that starts ranks, {ranks} of them.")
-    ] = "mpirun -n {ranks} --oversubscribe --bind-to none",
+    launcher: Launcher = MPIRUN,
     turns: Annotated[int, typer.Option(help="Starts of each side.", min=1)] = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -83,6 +84,27 @@ def start(
     from hpctrain.bench.start import run
 
     _show(run(config, ranks, launcher, turns), as_json, f"{ranks} ranks, {turns} starts of each")
+
+
+@app.command("memory")
+def memory(
+    config: ConfigPath,
+    ranks: Annotated[int, typer.Option(help="Ranks to start.", min=1)] = 4,
+    against: Annotated[str, typer.Option(help=f"What to measure beside, with commas: {PEERS}.")] = "ddp",
+    launcher: Launcher = MPIRUN,
+    turns: Annotated[int, typer.Option(help="Timed steps of each, after the watched ones.", min=1)] = 5,
+    set: Overrides = None,  # noqa: A002 - the option's name
+    as_json: AsJson = False,
+) -> None:
+    """Measure what training takes of memory, in MiB, beside other frameworks. Start it without a launcher."""
+    from hpctrain.bench.memory import run
+
+    names = ("hpctrain", *_names(against))
+    _show(run(config, ranks, launcher, names, turns, set or ()), as_json, f"{ranks} ranks, MiB, {turns} timed steps")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
 def _print(rows: Sequence[Any], world: Any, as_json: bool, title: str) -> None:
@@ -101,5 +123,15 @@ def _show(rows: Sequence[Any], as_json: bool, title: str) -> None:
 
     table = Table(*(name.replace("_", " ") for name in asdict(rows[0])), title=title)
     for row in rows:
-        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
-    Console().print(table)
+        table.add_row(*map(_cell, asdict(row).values()))
+    console = Console()
+    console = console if console.is_terminal else Console(width=200)  # a file has no edge to fold a row at
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
