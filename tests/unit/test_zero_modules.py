@@ -18,6 +18,7 @@ from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import global_norm, scale_
+from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.zero import Sharded, shard
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.weights import ModelShape, parameters
@@ -242,6 +243,25 @@ def test_parameters_without_elements_and_unused_ones_are_saved_and_loaded(stage:
     for saved, loaded in saving.each(tmp_path, Mesh((("dp", 3),)), act):
         assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
         assert {"model/layers.1.weight", "model/unused.weight", "optim/exp_avg/unused.weight"} < saved.keys()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_with_nothing_to_train_takes_its_steps(stage: int, kind: str) -> None:
+    models = [nn.Linear(3, 3).requires_grad_(False) for _ in range(2)]
+
+    def act(group: Group) -> float:
+        sharded = shard(models[group.rank], group, stage)
+        optimizer = OPTIMIZERS[kind](sharded.flats(), OPTIM, sharded.group)
+        sharded.begin()
+        with sharded.reducing():
+            sharded.module(torch.ones(1, 3, requires_grad=True)).sum().backward()
+        sharded.finish()
+        optimizer.update(0.1, 0)
+        assert not any(optimizer.states().values())
+        return global_norm([flat.gradient for flat in sharded.flats()], sharded.group)
+
+    assert threads.run(2, act) == [0.0, 0.0]
 
 
 # ---- what it weighs
