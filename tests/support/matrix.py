@@ -38,9 +38,9 @@ AXES = {
     "dropout": [0.0, 0.1],
 }
 
-# Of losses, norms and weights, and of gradients and what the optimizer keeps of them. A rounding moves a number by up
-# to 2^-9 of it in bf16, 2^-12 in fp16, and 2^-5 in fp8 (e4m3). Weights are kept in fp32, and differ by as much of a
-# few steps' movement; losses are means over many tokens.
+# Of losses, norms and weights, and of gradients and what the optimizer keeps of them. The second is what one rounding
+# may move a number by, as a part of it: 2^-8 in bf16, 2^-11 in fp16, and half of its 2^-4 in fp8 (e4m3), as the sums
+# are of many. Weights are kept in fp32 and differ by as much of a few steps' movement; losses are means over tokens.
 BOUNDS = {
     "fp64": (1e-10, 1e-10),
     "fp32": (1e-5, 1e-5),
@@ -50,7 +50,7 @@ BOUNDS = {
     "fp8 block": (2e-3, 2**-5),
 }
 # Stochastic rounding and 8-bit codes: where the last bit of an fp32 number decides, it is decided differently now and
-# then, one number in 2^16, and that number of the state moves by 2^-8 of itself, or by a code.
+# then, one number in 2^16, and that number of the state moves by up to 2^-7 of itself, or by a code.
 ROUNDED_STATES = 1e-4
 # Where gradients differ by a rounding to 16 bits, more codes do; the next code is up to 2^-6 of the block's scale away.
 CODES = 2**-6
