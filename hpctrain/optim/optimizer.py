@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from hpctrain.comm.group import Group
@@ -66,8 +67,8 @@ class Optimizer(ABC):
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the device and dtype that is worked in."""
-        return self.flats[0].parameter
+        """A tensor of the device and dtype that is worked in; torch's own where there is nothing to update."""
+        return self.flats[0].parameter if self.flats else torch.empty(0)
 
     @property
     def chunk(self) -> int:
@@ -93,7 +94,7 @@ class Optimizer(ABC):
 
     def parts(self, wanted: Callable[[Entry], bool]) -> list[Flat]:
         """This rank's pieces of some of the parameters, each a flat tensor of its own; the first one is empty."""
-        nothing = Flat(self.like[:0], self.flats[0].gradient[:0], decay=False)
+        nothing = Flat(self.like[:0], self.flats[0].gradient[:0] if self.flats else self.like, decay=False)
         return [nothing] + [
             self.flats[index].part(piece) for index, piece in self.places.values() if wanted(self.entries[piece.name])
         ]

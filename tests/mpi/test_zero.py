@@ -20,8 +20,7 @@ from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import global_norm
 from hpctrain.parallel.zero import shard
 from hpctrain.train import Job
-from tests.mpi.test_parity import difference
-from tests.support.runs import course, job, shared_folder, small_config, whole, write_corpus
+from tests.support.runs import course, difference, job, shared_folder, small_config, whole, write_corpus
 
 pytestmark = pytest.mark.mpi(min_size=4)
 

@@ -42,6 +42,13 @@ def write_corpus(folder: Path, documents: int = 40) -> None:
         (place / f"{number:03}.txt").write_text(text)
 
 
+def write_tokens(folder: Path) -> None:
+    """``write_corpus``, and what a run in this folder makes of it; by one rank."""
+    write_corpus(folder)
+    with job(small_config(folder), MPI.COMM_SELF):
+        pass
+
+
 @contextmanager
 def job(config: Config, comm: MPI.Comm) -> Iterator[tuple[Job, Batches]]:
     """A job on the ranks of ``comm``, and its data. Collective."""
@@ -62,11 +69,25 @@ def course(config: Config, comm: MPI.Comm, steps: int) -> dict[str, torch.Tensor
 
 
 def whole(run: Job) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint keeps, and gradients, flat and whole. Collective over the ranks of a copy."""
-    held = {name: held.tensor.view(-1) for name, held in run.state.items()}
+    """Everything that a checkpoint keeps, and gradients, flat and whole. Collective over the ranks of a copy.
+
+    What every rank keeps whole is the rank's own, so that it shows where one has something else.
+    """
+    cut = {name: held.tensor.view(-1) for name, held in run.state.items() if held.layout.flat}
     for part in run.sharded.parts:
-        held |= {f"gradient/{slot.name}": part.share(slot, part.gradient) for slot in part.unit.slots}
-    return {name: _joined(held[name], run.sharded.group) for name in sorted(held)}
+        cut |= {f"gradient/{slot.name}": part.share(slot, part.gradient) for slot in part.unit.slots}
+    each = {name: held.tensor.flatten().clone() for name, held in run.state.items() if not held.layout.flat}
+    return each | {name: _joined(cut[name], run.sharded.group) for name in sorted(cut)}
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any of the kinds of numbers, as a part of the largest of its kind."""
+    assert found.keys() == expected.keys()
+    kinds: dict[str, list[str]] = {}
+    for name in expected:
+        kinds.setdefault(name.rpartition("/")[0], []).append(name)
+    pairs = [[torch.cat([side[n].view(-1) for n in names]) for side in (found, expected)] for names in kinds.values()]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def _joined(piece: torch.Tensor, group: Group) -> torch.Tensor:

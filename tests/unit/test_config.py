@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -14,6 +15,7 @@ from hpctrain.config import Config, ModelConfig, Section, defaults, fields, knob
 from hpctrain.errors import ConfigError
 from hpctrain.plan.plan import decide
 from hpctrain.plan.topology import Topology
+from hpctrain.plan.units import REPLICA, SHARD, STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs").glob("*.toml"))
@@ -31,8 +33,13 @@ def refused(table: dict[str, Any], *overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_in_configs_loads_and_decides(path: Path) -> None:
-    plan = decide(load(path), Topology(("a", "a", "b", "b")), 2048)
-    assert plan.mesh.size("dp") == 4
+    plan = decide(load(path), Topology(("a",) * 8 + ("b",) * 8), 2048)
+    assert plan.mesh.size(REPLICA, SHARD) == 16
+
+
+def test_there_is_a_file_for_each_stage_and_for_copies() -> None:
+    parallel = [load(path).parallel for path in FILES]
+    assert {(one.zero, one.shard is not None) for one in parallel} == {*product(STAGES, [False]), (3, True)}
 
 
 def test_there_are_files_in_configs() -> None:

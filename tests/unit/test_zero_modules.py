@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hpctrain.checkpoint.checkpoint import Checkpoint
+from hpctrain.checkpoint.state import Held
 from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.config import ModelConfig, OptimConfig
 from hpctrain.errors import ConfigError, ShapeError
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.clip import global_norm, scale_
+from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.zero import Formats, Sharded, shard
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.weights import ModelShape, parameters
-from tests.support import threads
+from tests.support import saving, threads
 
 STAGES = [0, 1, 2, 3]
 OPTIM = OptimConfig(decay=0.1)
@@ -157,17 +162,25 @@ def test_everything_of_the_module_is_kept_and_every_element_once(stage: int) -> 
     assert all(torch.equal(one, running[0]) for one in running)  # of the first rank, wherever it is read
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_small_gradients_are_not_lost_in_bf16(stage: int) -> None:
+def test_small_gradients_are_not_lost_in_bf16(stage: int, ranks: int) -> None:
     """1 and then 511 times 2^-9 is 1.998; a sum in bf16 stays at 1."""
-    model = nn.Linear(1, 1, bias=False)
-    sharded = shard(model, SoloGroup(), stage, formats=Formats(torch.bfloat16))
-    sharded.begin()
-    for number in range(512):
-        with sharded.reducing(last=number == 511):
-            model(torch.full((1, 1), 2.0**-9 if number else 1.0, dtype=torch.bfloat16)).sum().backward()
-    sharded.finish()
-    assert float(sharded.flats()[0].gradient) == pytest.approx(1 + 511 * 2**-9, abs=1e-6)
+    models = [nn.Linear(1, 1, bias=False) for _ in range(ranks)]
+    last = 512 // ranks - 1
+
+    def act(group: Group) -> list[float]:
+        sharded = shard(models[group.rank], group, stage, formats=Formats(torch.bfloat16))
+        sharded.begin()
+        for number in range(last + 1):
+            one = 2.0**-9 if number or group.rank else 1.0
+            with sharded.reducing(last=number == last):
+                sharded.module(torch.full((1, 1), one, dtype=torch.bfloat16)).sum().backward()
+        sharded.finish()
+        return sharded.flats()[0].gradient.tolist()  # of its owner
+
+    found = [gradient for rank in threads.run(ranks, act) for gradient in rank]
+    assert found == pytest.approx([1 + 511 * 2**-9] * len(found), abs=1e-6) and found
 
 
 def test_masters_are_the_weights_before_rounding() -> None:
@@ -177,6 +190,78 @@ def test_masters_are_the_weights_before_rounding() -> None:
     assert torch.equal(sharded.state()["model/weight"][1].view(5, 7), expected)
     with sharded.whole():
         assert torch.equal(model.weight, expected.bfloat16())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_is_that_of_all_ranks_together_and_clips_alike_on_each(stage: int) -> None:
+    """Two parameters whose gradients are 3 and 4, of which each rank has one where they are shared."""
+    models = [nn.Linear(1, 1) for _ in range(2)]
+
+    def act(group: Group) -> tuple[float, dict[str, float]]:
+        sharded = shard(models[group.rank], group, stage)
+        sharded.begin()
+        with sharded.reducing():
+            (sharded.module(torch.tensor([[0.75]])).sum() * 2).backward()
+        sharded.finish()
+        gradients = [flat.gradient for flat in sharded.flats()]
+        norm = global_norm(gradients, sharded.group)
+        scale_(gradients, norm, 1.0)
+        return norm, {p.name: float(f.gradient[p.start]) for f in sharded.flats() for p in f.pieces}
+
+    for norm, clipped in threads.run(2, act):
+        assert norm == pytest.approx(5, rel=1e-6)
+        assert clipped == pytest.approx({name: {"weight": 0.6, "bias": 0.8}[name] for name in clipped}, rel=1e-6)
+
+
+class Odd(Empty):
+    """Parameters without elements, and one that never meets the loss."""
+
+    def make(self) -> list[nn.Module]:
+        self.unused = nn.Linear(4, 4).double()
+        return super().make()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_without_elements_and_unused_ones_are_saved_and_loaded(stage: int, tmp_path: Path) -> None:
+    models = [[Odd() for _ in range(3)] for _ in range(2)]
+
+    def act(point: Checkpoint, rank: int) -> list[dict[str, Tensor]]:
+        found = []
+        for turn in range(2):
+            sharded, optimizer = by_us(lambda turn=turn: models[turn][rank], point.group, stage)
+            state = {name: Held(*kept) for name, kept in sharded.state(optimizer).items()}
+            if turn == 0:
+                point.save(3, state, {})
+            else:
+                for held in state.values():
+                    held.tensor.zero_()
+                assert point.resume(state) == 3
+            found.append({name: held.tensor.clone() for name, held in state.items()})
+            assert state["model/layers.0.weight"].layout.shape == (0, 4)
+        return found
+
+    for saved, loaded in saving.each(tmp_path, Mesh((("dp", 3),)), act):
+        assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
+        assert {"model/layers.1.weight", "model/unused.weight", "optim/exp_avg/unused.weight"} < saved.keys()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_with_nothing_to_train_takes_its_steps(stage: int, kind: str) -> None:
+    models = [nn.Linear(3, 3).requires_grad_(False) for _ in range(2)]
+
+    def act(group: Group) -> float:
+        sharded = shard(models[group.rank], group, stage)
+        optimizer = OPTIMIZERS[kind](sharded.flats(), OPTIM, sharded.group)
+        sharded.begin()
+        with sharded.reducing():
+            sharded.module(torch.ones(1, 3, requires_grad=True)).sum().backward()
+        sharded.finish()
+        optimizer.update(0.1, 0)
+        assert not any(optimizer.states().values())
+        return global_norm([flat.gradient for flat in sharded.flats()], sharded.group)
+
+    assert threads.run(2, act) == [0.0, 0.0]
 
 
 # ---- what it weighs
