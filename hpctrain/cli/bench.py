@@ -40,6 +40,24 @@ def step(
         _print(rows, world, as_json, f"{world.size} ranks, median of {turns} steps")
 
 
+@app.command("tensor")
+def tensor(
+    config: ConfigPath,
+    turns: Annotated[int, typer.Option(help="Timed micro-batches of each; the median is shown.", min=1)] = 7,
+    set: Overrides = None,  # noqa: A002 - the option's name
+    as_json: AsJson = False,
+) -> None:
+    """Time the gradients of a micro-batch by ranks that share the model, beside torch's DTensor and one rank alone."""
+    from hpctrain.cluster.world import World
+    from hpctrain.config import load
+
+    chosen = load(config, tuple(set or ()))
+    with World.join(chosen.comm) as world:
+        from hpctrain.bench.tensor import Scene, run
+
+        _print(run(Scene.open(chosen, world), turns), world, as_json, f"{world.size} ranks, median of {turns} turns")
+
+
 @app.command("comm")
 def comm(
     against: Annotated[str, typer.Option(help="What to time beside: gloo, or messages (no shared memory).")] = "gloo",

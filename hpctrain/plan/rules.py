@@ -71,6 +71,12 @@ def layouts(shape: ModelShape, dtype: str) -> dict[str, Layout]:
     return {weight.name: Layout(weight.shape, dtype, cuts(weight)) for weight in weights(shape)}
 
 
+def counts(weight: Weight, mesh: Mesh, rank: int) -> bool:
+    """Whether a rank counts its elements of a weight in a sum over all tensor-parallel ranks; of copies one does."""
+    cut = {axis for one in cuts(weight) for axis in one.axes}
+    return mesh.index(rank, *(axis for axis in TENSOR if axis not in cut)) == 0
+
+
 def local(weight: Weight, mesh: Mesh, rank: int) -> Box:
     """The box of a weight that a rank of the mesh holds; its ``shape`` is that of the rank's parameter."""
     return Layout(weight.shape, "float32", cuts(weight)).box(mesh, rank)

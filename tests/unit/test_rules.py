@@ -60,6 +60,16 @@ def heads(box: Box, shape: ModelShape) -> range:
     return range(box.start[0] // shape.head_dim, (box.start[0] + box.shape[0]) // shape.head_dim)
 
 
+@given(shapes, st.data())
+def test_a_sum_over_all_ranks_counts_each_element_once(shape: ModelShape, data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from(rules.fitting(shape)))
+    mesh = Mesh((("dp", 2), *rules.axes(shape, ranks)))
+    for weight in weights(shape):
+        for first in (0, ranks):  # of either replica
+            counting = [rank for rank in range(first, first + ranks) if rules.counts(weight, mesh, rank)]
+            assert sum(rules.local(weight, mesh, rank).size for rank in counting) == weight.size, weight.name
+
+
 def test_an_mlp_and_a_vocabulary_of_any_size_are_cut_without_padding() -> None:
     shape = shape_of(family="llama", mlp_width=37)
     mesh, layouts = Mesh((("tp", 4),)), rules.layouts(shape, "float32")

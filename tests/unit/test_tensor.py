@@ -7,9 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.errors import PlanError, ShapeError
+from hpctrain.model.noise import Noise
 from hpctrain.model.parts import fan
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.tensor import own, tensor_parallel
@@ -106,6 +108,33 @@ def test_copies_of_a_head_have_bit_for_bit_one_gradient(sequence: bool) -> None:
     names = [f"blocks.1.attention.{part}.{of}" for part in ("key", "value") for of in ("weight", "bias")]
     assert all(torch.equal(first[name], second[name]) for name in names)
     assert not any(torch.equal(first[name], third[name]) for name in names)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("sequence", "apart"), [(False, 24), (True, 34)])
+def test_a_block_keeps_the_published_bytes(sequence: bool, apart: int, ranks: int) -> None:
+    """Of 34 bytes for each element of a block's input, Korthikanti 2022 (section 4) has 24 or all of them shared."""
+    rows, length, width = 2, 16, 32
+
+    def rank(layers: int, group: Group, copies: Group) -> int:
+        knobs = GPT2 | dict(layers=layers, sequence=length, width=width, dropout=0.1)
+        model = Case(knobs, sequence, dtype=torch.bfloat16).shared(group, copies)
+        tokens, kept = torch.zeros(rows, length, dtype=torch.int64), {}
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in weights:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with saved_tensors_hooks(put, lambda tensor: tensor):
+            loss = model.loss(tokens, tokens, noise=Noise(1, 0, (0, 1)))
+        assert loss[0].requires_grad
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+    few, many = (run(Case(GPT2), ranks, partial(rank, layers))[0] for layers in (2, 4))
+    softmax = 4 * 4 / width / ranks  # one fp32 number for each head of a token, which attention's kernel keeps
+    assert (many - few) / 2 / (rows * length * width) == (34 - apart) + apart / ranks + softmax
 
 
 # ---- the change itself -----------------------------------------------------------------------------------------------
