@@ -24,12 +24,18 @@ RANKS, MICROBATCHES = 4, 8  # of what is drawn when nobody said how many
 def draw(
     what: Annotated[str, typer.Argument(help="A kind of schedule, or a file with one: .csv, or text.", metavar="KIND")],
     stages: Annotated[
-        int | None, typer.Option(help="Stages of the whole pipeline: ranks x chunks. [of 4 ranks]", min=1)
+        int | None,
+        typer.Option(help="Stages of the whole pipeline: ranks x chunks.", min=1, show_default="of 4 ranks"),
     ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step. [8]", min=1)] = None,
-    chunks: Annotated[int | None, typer.Option(help="Stages that each rank has. [of the kind]", min=1)] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Micro-batches of a step.", min=1, show_default=str(MICROBATCHES))
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages that each rank has.", min=1, show_default="by the kind: 1 or 2")
+    ] = None,
     group: Annotated[
-        int | None, typer.Option(help="Micro-batches through a chunk before the next has its turn. [ranks]", min=1)
+        int | None,
+        typer.Option(help="Micro-batches through a chunk in a row, if interleaved.", min=1, show_default="ranks"),
     ] = None,
     costs: Annotated[str, typer.Option(help="What F, I and W of a stage take; B is I + W.", metavar="F,I,W")] = "1,1,1",
     message: Annotated[float, typer.Option(help="How long a message is under way.", min=0)] = 0.0,

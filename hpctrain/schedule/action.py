@@ -113,6 +113,10 @@ class Schedule:
             found.setdefault(action.stage, rank)
         return found
 
+    def own(self, rank: int) -> list[int]:
+        """The stages of a rank, first to last."""
+        return sorted(stage for stage, home in self.home.items() if home == rank)
+
     @cached_property
     def has_messages(self) -> bool:
         """Whether it says what is sent and received, or only what is computed."""

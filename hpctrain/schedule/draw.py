@@ -45,7 +45,7 @@ def cells(timeline: Timeline) -> Iterator[Cell]:
     """Everything that is computed and takes time, rank after rank."""
     schedule = timeline.schedule
     for rank, (actions, times) in enumerate(zip(schedule.ranks, timeline.times, strict=True)):
-        own = sorted({action.stage for action in actions})
+        own = schedule.own(rank)
         for action, (begin, end) in zip(actions, times, strict=True):
             if end > begin and not action.is_message:
                 yield Cell(rank, begin, end, action, own.index(action.stage), len(own))

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import product
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpctrain.schedule.action import Action, Schedule
 from hpctrain.schedule.check import check
-from hpctrain.schedule.kinds import make
+from hpctrain.schedule.kinds import SCHEDULES, find, make
 from hpctrain.schedule.passes import add_messages, drop_messages
 from hpctrain.schedule.simulate import Costs, simulate
 from tests.support.schedules import LARGEST, build, examples, schedules
 
 
-@examples(80)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_small_pipeline_comes_to_its_end(kind):
+    """One after the other, few micro-batches and odd numbers: where warm-ups are cut short."""
+    several = (1, 2, 3) if find(kind).chunks is None else (find(kind).usual_chunks,)
+    for ranks, microbatches, chunks in product(range(1, 6), range(1, 10), several):
+        for group in {ranks, ranks + 1, max(ranks, microbatches)} if find(kind).grouped else {None}:
+            check(add_messages(make(kind, ranks, microbatches, chunks, group)))
+
+
+@examples(40)
 @given(schedules())
 @example(build("interleaved", LARGEST))
 def test_ranks_come_to_their_end_even_where_a_send_waits_for_its_receive(schedule):
