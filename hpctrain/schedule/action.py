@@ -73,7 +73,7 @@ class Action:
         op, further = PEERS[self.op]
         return Action(self.stage + further, op, self.microbatch)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Action, ...]:
         """What this does, one thing each: a backward is I and W, everything else is itself."""
         if self.op not in PARTS:

@@ -59,6 +59,14 @@ def test_every_kind_is_drawn_for_4_ranks_and_8_micro_batches_when_nobody_says_ho
     assert Schedule.from_json(json.loads(out)["schedule"]) == make(kind, 4, 8)
 
 
+def test_a_terminal_sees_colours_unless_it_asks_for_none(run, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[30;48;2;" in run("draw", "1f1b")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in run("draw", "1f1b")[1]
+
+
 def test_stages_are_those_of_the_whole_pipeline(run):
     words = ("draw", "interleaved", "--stages", 12, "--chunks", 3, "--group", 5, "--microbatches", 10, "--json")
     found = json.loads(run(*words)[1])

@@ -39,7 +39,7 @@ def test_what_ends_without_buffers_ends_with_them(schedule, buffers):
     check(add_messages(schedule), buffers)
 
 
-@examples(60)
+@examples(40)
 @given(schedules(microbatches=20))
 def test_messages_are_added_to_what_is_computed_and_drop_out_of_it(schedule):
     told = add_messages(schedule)
@@ -49,7 +49,7 @@ def test_messages_are_added_to_what_is_computed_and_drop_out_of_it(schedule):
     assert sum(action.is_message for _, action in told) == 4 * schedule.microbatches * crossing
 
 
-@examples(60)
+@examples(40)
 @given(schedules(microbatches=20))
 def test_two_ranks_receive_in_the_order_in_which_they_send(schedule):
     told = add_messages(schedule)
@@ -63,7 +63,7 @@ def test_two_ranks_receive_in_the_order_in_which_they_send(schedule):
         assert [receive for _, receive in messages] == [receive for receive, _ in received[way]]
 
 
-@examples(60)
+@examples(40)
 @given(schedules(microbatches=20))
 def test_a_send_follows_what_it_sends_at_once(schedule):
     for actions in add_messages(schedule).ranks:
