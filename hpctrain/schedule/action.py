@@ -73,7 +73,7 @@ class Action:
         op, further = PEERS[self.op]
         return Action(self.stage + further, op, self.microbatch)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Action, ...]:
         """What this does, one thing each: a backward is I and W, everything else is itself."""
         if self.op not in PARTS:
@@ -112,6 +112,10 @@ class Schedule:
         for rank, action in self:
             found.setdefault(action.stage, rank)
         return found
+
+    def own(self, rank: int) -> list[int]:
+        """The stages of a rank, first to last."""
+        return sorted(stage for stage, home in self.home.items() if home == rank)
 
     @cached_property
     def has_messages(self) -> bool:

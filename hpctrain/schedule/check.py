@@ -37,9 +37,10 @@ def _whole(schedule: Schedule) -> None:
     if not schedule.stages:
         raise PlanError("no rank of the schedule does anything", ONCE, "give at least 0F0 0B0")
     _at_home(schedule)
-    found = _once(schedule)
+    ops = [_ops(stage, schedule) for stage in range(schedule.stages)]
+    found = _once(schedule, ops)
     for microbatch, stage in product(range(schedule.microbatches), range(schedule.stages)):
-        lacking = [op for op in _ops(stage, schedule) if Action(stage, op, microbatch) not in found]
+        lacking = [op for op in ops[stage] if Action(stage, op, microbatch) not in found]
         if lacking:
             raise _lacks(schedule, stage, lacking, microbatch)
 
@@ -52,11 +53,11 @@ def _at_home(schedule: Schedule) -> None:
             raise PlanError(f"rank {rank} does {action}", why, "give each stage to one rank")
 
 
-def _once(schedule: Schedule) -> set[Action]:
+def _once(schedule: Schedule, ops: list[list[str]]) -> set[Action]:
     """Everything that is done; PlanError for what is done twice, or for nobody."""
     found: set[Action] = set()
     for rank, action in schedule:
-        if action.is_message and action.op not in _ops(action.stage, schedule):
+        if action.is_message and action.op not in ops[action.stage]:
             why = "messages go between neighbouring stages that are on different ranks"
             raise PlanError(f"rank {rank} does {action}, which nobody needs", why, "leave it out")
         if not found.isdisjoint(action.parts):

@@ -103,9 +103,8 @@ def interleaved(shape: Shape, rank: int) -> Line:
     parts, own = groups(shape), range(rank, shape.stages, shape.ranks)
     forwards = [Action(stage, "F", m) for part in parts for stage in own for m in part]
     backwards = [Action(stage, "B", m) for part in parts for stage in reversed(own) for m in part]
-    # With one chunk this is 1F1B. With more, what a rank gives comes back to it, so it must be two ahead of the next.
-    ahead = 2 if shape.chunks > 1 else 1
-    return alternate(forwards, backwards, ahead * (shape.ranks - 1 - rank) + (shape.chunks - 1) * len(parts[0]))
+    # Two ahead of the next rank, where one would do if messages took no time: while one flies there is work left.
+    return alternate(forwards, backwards, 2 * (shape.ranks - 1 - rank) + (shape.chunks - 1) * len(parts[0]))
 
 
 def looped_bfs(shape: Shape, rank: int) -> Line:
@@ -127,18 +126,19 @@ def phased(phases: Phases, chunks: tuple[int, int]) -> Line:
     A word is an op and a chunk, and takes the next micro-batch. A W takes the oldest I of its chunk that still waits
     for its W, or the oldest of both where it names no chunk.
     """
-    count: Counter[tuple[str, int]] = Counter()
+    count: Counter[tuple[int, str]] = Counter()
     waiting: Line = []
     line: Line = []
     for word in (word for times, words in phases for word in words.split() * times):
         op, stages = word[0], [chunks[int(chunk)] for chunk in word[1:]] or chunks
         if op == "W":
             line.append(_weight(waiting, stages))
-            continue
-        passed = "F" if op == "F" else "B"
-        line.append(Action(stages[0], op, count[passed, stages[0]]))
-        count[passed, stages[0]] += 1
-        waiting += [line[-1]] if op == "I" else []
+        else:
+            way = (stages[0], "forwards" if op == "F" else "backwards")
+            line.append(Action(stages[0], op, count[way]))
+            count[way] += 1
+        if op == "I":
+            waiting.append(line[-1])
     return line
 
 
@@ -150,7 +150,7 @@ def _weight(waiting: Line, stages: Sequence[int]) -> Action:
 
 
 def _first(line: Line, microbatches: int) -> Line:
-    """The actions on the first micro-batches: what is left of a schedule in good order is in good order."""
+    """The actions on the first micro-batches, where the phases need more: what is left of a good order is one too."""
     return [action for action in line if action.microbatch < microbatches]
 
 
@@ -174,8 +174,8 @@ def zb_v(shape: Shape, rank: int) -> Line:
 def dualpipe_v(shape: Shape, rank: int) -> Line:
     """Forwards and backwards of the two chunks side by side, so that one can hide the messages of the other.
 
-    DeepSeek-AI 2024, section 3.2.1, cut in half by Qi 2025. In the two longest phases a runner may do the F of a pair
-    and the B after it at once; here they stand one after the other.
+    DeepSeek-AI 2024, section 3.2.1, cut in half by Qi 2025. Where phases have an F and then a B, a runner may do both
+    at once; here they stand one after the other.
     """
     p, r, m = shape.ranks, rank, max(shape.microbatches, 2 * shape.ranks)
     half, odd = divmod(r + 1, 2)
@@ -264,4 +264,5 @@ def _check(kind: str, found: Kind, shape: Shape, group: int | None) -> None:
     if shape.group < shape.ranks:
         what = f"groups of {group} micro-batches on {shape.ranks} ranks"
         why = "a group of less than the ranks is back at the first rank before all of it is through"
-        raise PlanError(what, why, f"take {shape.ranks} (depth first) to {shape.microbatches} (breadth first)")
+        most = max(shape.ranks, shape.microbatches)
+        raise PlanError(what, why, f"take {shape.ranks} (depth first) to {most} (breadth first)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from math import inf
 
 from hpctrain.errors import PlanError
 from hpctrain.schedule.action import Action, Schedule
@@ -41,8 +42,9 @@ class Costs:
             if isinstance(cost, tuple) and len(cost) != stages:
                 what = f"{len(cost)} costs for {name}, and {stages} stages"
                 raise PlanError(what, "a table has one entry a stage", "give one number for all, or one each")
-            if min(cost if isinstance(cost, tuple) else (cost,)) < 0:
-                raise PlanError(f"a cost of {cost} for {name}", "nothing ends before it begins", "take 0 or more")
+            if not all(0 <= one < inf for one in (cost if isinstance(cost, tuple) else (cost,))):
+                why = "an action ends after it begins, and some time"
+                raise PlanError(f"a cost of {cost} for {name}", why, "take numbers from 0 on")
         return self
 
 

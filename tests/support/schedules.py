@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from hpctrain.schedule.action import Schedule
 from hpctrain.schedule.kinds import SCHEDULES, Shape, find, make
 
 RANKS, MICROBATCHES, CHUNKS = 16, 64, 4
@@ -26,7 +27,7 @@ def shapes(draw, kind: str, ranks: int = RANKS, microbatches: int = MICROBATCHES
     return Shape(p, m, chunks, draw(st.integers(p, p + m)) if find(kind).grouped else p)
 
 
-def build(kind: str, shape: Shape):
+def build(kind: str, shape: Shape) -> Schedule:
     """The schedule of that kind and shape."""
     group = shape.group if find(kind).grouped else None
     return make(kind, shape.ranks, shape.microbatches, shape.chunks, group)

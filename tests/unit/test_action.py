@@ -90,6 +90,7 @@ def test_a_schedule_knows_the_rank_of_each_stage_and_what_goes_between_ranks():
     schedule = Schedule.parse("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0")
     assert (schedule.stages, schedule.microbatches) == (4, 1)
     assert schedule.home == {0: 0, 1: 1, 2: 1, 3: 0}
+    assert [schedule.own(rank) for rank in (0, 1, 2)] == [[0, 3], [1, 2], []]
     assert [stage for stage in range(-1, 5) if schedule.crosses(stage)] == [0, 2]
     assert not schedule.has_messages
     assert Schedule.parse("0F0 0SEND_F0").has_messages

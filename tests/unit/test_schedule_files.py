@@ -15,7 +15,7 @@ from hpctrain.schedule.passes import add_messages
 from tests.support.schedules import examples, schedules
 
 
-@examples(60)
+@examples(40)
 @given(schedules(microbatches=20))
 def test_a_schedule_comes_back_from_csv_and_text_as_the_same_value(schedule):
     for value in (schedule, add_messages(schedule)):

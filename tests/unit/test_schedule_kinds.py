@@ -20,7 +20,7 @@ SPLIT = {"zb-h1", "zb-h2", "zb-v"}
 WHOLE = {"gpipe", "1f1b", "interleaved", "looped-bfs"}
 
 
-@examples(120)
+@examples(60)
 @given(kinds.flatmap(lambda kind: st.tuples(st.just(kind), shapes(kind))))
 @example(("interleaved", LARGEST))
 def test_any_number_of_ranks_micro_batches_and_chunks_makes_a_whole_schedule_that_ends(case):
@@ -31,7 +31,7 @@ def test_any_number_of_ranks_micro_batches_and_chunks_makes_a_whole_schedule_tha
     assert schedule.microbatches == shape.microbatches
 
 
-@examples(80)
+@examples(60)
 @given(kinds.flatmap(lambda kind: st.tuples(st.just(kind), shapes(kind))))
 def test_stages_are_looped_over_ranks_or_folded_to_a_v(case):
     kind, shape = case
@@ -42,7 +42,7 @@ def test_stages_are_looped_over_ranks_or_folded_to_a_v(case):
         assert home == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
 
 
-@examples(80)
+@examples(60)
 @given(kinds.flatmap(lambda kind: st.tuples(st.just(kind), shapes(kind))))
 def test_backwards_are_whole_or_split_by_the_kind(case):
     kind, shape = case
@@ -55,13 +55,6 @@ def test_backwards_are_whole_or_split_by_the_kind(case):
 @given(st.integers(1, 64))
 def test_1f1b_on_one_rank_is_gradient_accumulation(microbatches):
     assert make("1f1b", 1, microbatches) == accumulate(microbatches)
-
-
-@examples(60)
-@given(shapes("1f1b"))
-def test_interleaving_one_chunk_is_1f1b(shape):
-    plain = make("1f1b", shape.ranks, shape.microbatches)
-    assert make("interleaved", shape.ranks, shape.microbatches, chunks=1) == plain
 
 
 @examples(60)
@@ -160,6 +153,12 @@ def test_what_was_written_down_is_a_schedule_of_a_kind_that_there_is(path):
             "groups of 3 micro-batches on 4 ranks\n"
             "  a group of less than the ranks is back at the first rank before all of it is through\n"
             "  take 4 (depth first) to 8 (breadth first)",
+        ),
+        (
+            ("interleaved", 4, 3, 2, 3),
+            "groups of 3 micro-batches on 4 ranks\n"
+            "  a group of less than the ranks is back at the first rank before all of it is through\n"
+            "  take 4 (depth first) to 4 (breadth first)",
         ),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",

@@ -98,13 +98,20 @@ def test_held_bytes_are_those_of_each_stage():
             Costs(weight=(1, 2, 3)),
             "3 costs for weight, and 2 stages\n  a table has one entry a stage\n  give one number for all, or one each",
         ),
-        (Costs(message=-1), "a cost of -1 for message\n  nothing ends before it begins\n  take 0 or more"),
+        (
+            Costs(message=-1),
+            "a cost of -1 for message\n  an action ends after it begins, and some time\n  take numbers from 0 on",
+        ),
         (
             Costs(forward=(1, -2)),
-            "a cost of (1, -2) for forward\n  nothing ends before it begins\n  take 0 or more",
+            "a cost of (1, -2) for forward\n  an action ends after it begins, and some time\n  take numbers from 0 on",
+        ),
+        (
+            Costs(input=float("nan")),
+            "a cost of nan for input\n  an action ends after it begins, and some time\n  take numbers from 0 on",
         ),
     ],
-    ids=["a table of another length", "a negative number", "a negative entry"],
+    ids=["a table of another length", "a negative number", "a negative entry", "no number"],
 )
 def test_costs_that_cannot_be_are_refused(costs, message):
     with pytest.raises(PlanError) as caught:
