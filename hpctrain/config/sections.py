@@ -128,6 +128,10 @@ class TrainConfig(Section):
     recompute: str = Field("none", pattern=r"^(none|selective|full|offload|every:[1-9][0-9]*)$")
     """What of the forward is made again in the backward instead of kept: ``none``, ``selective`` (attention without its
     linear maps), ``every:K`` (each K-th block) or ``full`` (each block). ``offload`` keeps it in the host's memory."""
+    smoothing: float = Field(0.0, ge=0.0, lt=1.0)
+    """Part of each target's probability that is spread over all tokens alike; in training, not in validation."""
+    z_loss: float = Field(0.0, ge=0.0)
+    """What the squared logarithm of the softmax's denominator adds to the loss, times this; in training alone."""
     validate_every: int = Field(0, ge=0)
     """Steps between two validations; 0 for none."""
     validate_batches: int = Field(4, ge=1)

@@ -76,9 +76,9 @@ class Transformer(nn.Module):
             x = self.blocks[str(layer)](x, frame)
         return self.head(x) if span.head else x
 
-    def price(self, hidden: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``loss`` gives, of what the last stage has made."""
-        return self.head.loss(hidden.flatten(0, -2), self._head_weight, targets_BT.flatten())
+    def price(self, hidden: Tensor, targets_BT: Tensor, **terms: float) -> tuple[Tensor, Tensor]:
+        """What ``loss`` gives, of what the last stage has made; ``terms`` as in ``cross_entropy``."""
+        return self.head.loss(hidden.flatten(0, -2), self._head_weight, targets_BT.flatten(), **terms)
 
     def _hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None) -> Tensor:
         (span,) = whole(self.shape)

@@ -37,7 +37,8 @@ def travelling(parallel: ParallelConfig) -> tuple[str | None, str | None]:
 def piped(config: Config, plan: Plan, groups: Groups, deferred: Deferred) -> Pipe:
     """The pipeline that this rank is in."""
     by_tokens = config.parallel.sequence and groups[TENSOR].size > 1
-    return Pipe(plan.spans, partial(pipeline, config), groups[PIPE], by_tokens, deferred)
+    terms = {"smoothing": config.train.smoothing, "z_loss": config.train.z_loss}
+    return Pipe(plan.spans, partial(pipeline, config), groups[PIPE], by_tokens, deferred, terms)
 
 
 def optimizers(sharded: Sharded, config: Config, plan: Plan, groups: Groups) -> Optimizers:

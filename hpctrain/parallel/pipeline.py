@@ -8,7 +8,7 @@ backward needs no more than the place in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -48,6 +48,8 @@ class Pipe:
     """Whether activations between stages are those of a part of the tokens, ``[n, D]``, and not ``[B, T, D]``."""
     deferred: Deferred = field(default_factory=Deferred)
     """What the products of the model put their weights' gradients off with."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Of the loss that is trained, as ``cross_entropy`` names them."""
 
 
 @dataclass
@@ -148,7 +150,7 @@ class Runner:
 
     def _price(self, now: Pass, place: Place, made: Tensor, m: MicroBatch) -> None:
         """What the last stage ends with: the loss."""
-        loss, tokens = self.model.price(made, m.targets)
+        loss, tokens = self.model.price(made, m.targets, **(self.pipe.terms if now.training else {}))
         if now.training:
             loss = loss / max(now.tokens, 1)
             now.made[place] = loss * now.scale
