@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from tests.support.tensors import Answers, Case, boxes, difference, distance, ru
 GPT2, LLAMA = dict(family="gpt2"), dict(family="llama")
 SMOOTH, Z = dict(smoothing=0.1), dict(z_loss=0.01)
 
-# Each two values of different columns meet in some row.
 CASES = {
     "gpt2": Case(GPT2),
     "gpt2, tokens whole": Case(GPT2, sequence=False),
@@ -36,7 +36,7 @@ CASES = {
     "documents, tokens whole": Case(LLAMA | dict(tied=True, dropout=0.2), sequence=False, documents=True, terms=Z),
     "untied": Case(GPT2 | dict(tied=False, kv_heads=2), terms=SMOOTH | Z, documents=True, sequence=False),
     "tied": Case(LLAMA | dict(tied=True, kv_heads=1, dropout=0.2), terms=SMOOTH),
-    "odd mlp": Case(LLAMA | dict(mlp_width=37)),
+    "odd mlp": Case(LLAMA | dict(mlp_width=37), terms=SMOOTH),
     "odd mlp with biases": Case(GPT2 | dict(mlp_width=41, dropout=0.2), rows=1),
     "fewer tokens than ranks": Case(LLAMA | dict(sequence=3, dropout=0.2), rows=1),
     "recomputed": Case(GPT2 | dict(dropout=0.2), recompute="full", documents=True),
@@ -62,6 +62,16 @@ def worst(case: Case, ranks: int) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_share_a_model_answer_as_one_rank_does(name: str, ranks: int) -> None:
     assert worst(CASES[name], ranks) < BOUNDS[torch.float64]
+
+
+def test_each_two_choices_meet_in_some_case() -> None:
+    rows = [
+        (case.shape.norm, case.sequence, case.shape.kv_heads, case.shape.tied, case.shape.dropout > 0, case.documents,
+         "smoothing" in case.terms, "z_loss" in case.terms)
+        for case in CASES.values()
+    ]  # fmt: skip
+    for one, other in combinations(list(zip(*rows, strict=True)), 2):
+        assert len(set(zip(one, other, strict=True))) == len(set(one)) * len(set(other))
 
 
 @pytest.mark.parametrize("knobs", [GPT2 | dict(kv_heads=1, dropout=0.2), LLAMA | dict(kv_heads=2)], ids=str)
