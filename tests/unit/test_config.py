@@ -33,8 +33,15 @@ def refused(table: dict[str, Any], *overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_in_configs_loads_and_decides(path: Path) -> None:
-    plan = decide(load(path), Topology(("a",) * 8 + ("b",) * 8), 2048)
-    assert plan.mesh.size(REPLICA, SHARD) == 16
+    config = load(path)
+    model = config.parallel.pp * config.parallel.tp
+    plan = decide(config, Topology(tuple(f"node{rank // 8}" for rank in range(16 * model))), 2048)
+    assert (plan.mesh.size(REPLICA, SHARD), plan.mesh.ranks_total) == (16, 16 * model)
+
+
+def test_there_are_files_for_all_parallelisms_at_once() -> None:
+    parallel = [load(path).parallel for path in FILES]
+    assert any(one.pp > 1 and one.tp > 1 and one.zero for one in parallel)
 
 
 def test_there_is_a_file_for_each_stage_and_for_copies() -> None:
