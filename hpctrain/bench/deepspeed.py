@@ -21,15 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from hpctrain.bench.peer import Loss, adamw, mean_over_ranks
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.errors import ConfigError
 from hpctrain.model.init import fill
-from hpctrain.model.parts import Gather, Spread
 from hpctrain.model.transformer import Transformer
 from hpctrain.plan.weights import ModelShape, weights
 
@@ -92,8 +89,6 @@ class DeepSpeed:
             with zero.GatheredParameters(parameter, modifier_rank=0) if stage == 3 else nullcontext(), torch.no_grad():
                 if self.rank == 0 or stage < 3:
                     fill(parameter.view(-1), weight, config.run.seed)
-        if stage == 3:
-            _let_go(model)
         return model
 
 
@@ -113,7 +108,7 @@ def settings(config: Config, shape: ModelShape, ranks: int, stage: int) -> dict[
         "gradient_clipping": config.optim.clip,
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "overlap_comm": False, **_sizes(shape)},
+        "zero_optimization": {"stage": stage, "overlap_comm": False, **_sizes(shape)},  # overlap takes a GPU's streams
         **FORMATS[config.precision.compute],
     }
 
@@ -128,31 +123,12 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
         "stage3_param_persistence_threshold": 10 * shape.width,
         "stage3_max_live_parameters": 2 * block,
         "stage3_max_reuse_distance": 0,
-        "memory_efficient_linear": False,  # it would change torch's linear for the whole process
+        "memory_efficient_linear": False,  # no less memory was seen with it, and it changes torch's linear for all
     }
-
-
-def _let_go(model: Transformer) -> None:
-    """Make every product of stage 3 remember its weight itself, and not a view that keeps the gathered memory alive."""
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-    products = {Spread: zero3_linear_wrap, Gather: _product}
-    for module in model.modules():
-        if type(module) in products:
-            module.product = products[type(module)]
-
-
-def _product(x: Tensor, weight_t: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight + bias``, where a view of the weight, turned round, is given."""
-    weight, rows = weight_t._base, x.reshape(-1, x.shape[-1])
-    out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-    return out.view(*x.shape[:-1], -1)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What DeepSpeed prints goes to the error stream; torch's linear stays what it was."""
-    linear = F.linear
+    """What DeepSpeed prints goes to the error stream."""
     with redirect_stdout(sys.stderr):
         yield
-    F.linear = linear

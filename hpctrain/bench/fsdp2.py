@@ -8,6 +8,8 @@ reduced and kept in the long one.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,9 +54,12 @@ class Fsdp2:
 
 def _sharded(model: Transformer, mesh: DeviceMesh, compute: torch.dtype, master: torch.dtype) -> FSDPModule:
     policy = MixedPrecisionPolicy() if compute == master else MixedPrecisionPolicy(compute, master)
-    for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(Loss(model), mesh=mesh, mp_policy=policy)
+    blocks = [fully_shard(block, mesh=mesh, mp_policy=policy) for block in model.blocks.values()]
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+    whole = fully_shard(Loss(model), mesh=mesh, mp_policy=policy)
+    whole._set_unshard_async_op(True)  # without streams, as on CPUs, this is what lets a gathering overlap anything
+    return whole
 
 
 @torch.no_grad()
