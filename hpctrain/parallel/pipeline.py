@@ -24,7 +24,7 @@ from hpctrain.parallel.deferred import Deferred, Notes
 from hpctrain.parallel.units import Part
 from hpctrain.parallel.zero import Sharded
 from hpctrain.plan.spans import TIED, Span, whole
-from hpctrain.schedule.action import Action, Schedule
+from hpctrain.schedule.action import Action, Schedule, accumulate
 from hpctrain.watch.meter import Meter
 
 Place = tuple[int, int]
@@ -96,7 +96,7 @@ class Runner:
         pipe: Pipe | None = None,
     ) -> None:
         self.model, self.data, self.group, self.meter, self.seed = model, data, group, meter, seed
-        self.schedule, self.pipe = schedule, pipe or Pipe(whole(model.shape), lambda _: schedule)
+        self.schedule, self.pipe = schedule, pipe or Pipe(whole(model.shape), accumulate)
         self.actions = schedule.ranks[self.pipe.group.rank]
         self._last = {a.stage: i for i, a in enumerate(self.actions) if a.op in ("B", "W")}
         self._parts = _by_stage(data.parts, self.pipe.spans, [stage for stage in schedule.home if stage in self._last])
@@ -241,7 +241,7 @@ class Runner:
         """Add up the gradients of a weight that the first and the last stage both use, where two ranks have it."""
         first, last = self.schedule.home[0], self.schedule.home[len(self.pipe.spans) - 1]
         group = self.pipe.group
-        if not self.model.shape.tied or first == last or group.rank not in (first, last):
+        if first == last or not self.model.shape.tied or group.rank not in (first, last):
             return
         gradient = next(part.gradient for part in self.data.parts if TIED in part.names)
         theirs, peer = torch.empty_like(gradient), first + last - group.rank
@@ -282,6 +282,7 @@ def _by_stage(parts: Sequence[Part], spans: Sequence[Span], stages: Sequence[int
     """
     found: dict[int, list[Part]] = {stage: [] for stage in stages}
     for part in parts:
-        owner = next(stage for stage in sorted(stages) if any(spans[stage].has(name, tied=True) for name in part.names))
-        found[owner].append(part)
+        names = part.names
+        owners = (stage for stage in sorted(stages) if any(spans[stage].has(name, tied=True) for name in names))
+        found[next(owners)].append(part)
     return found

@@ -15,7 +15,7 @@ from hpctrain.errors import PlanError
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
-from hpctrain.plan.rules import axes, check, cuts
+from hpctrain.plan.rules import TENSOR, axes, check, cuts
 from hpctrain.plan.spans import TIED, Span, mine, spans
 from hpctrain.plan.states import state_bytes
 from hpctrain.plan.topology import Topology
@@ -26,7 +26,6 @@ from hpctrain.schedule.kinds import make
 from hpctrain.schedule.passes import add_messages
 
 UNKNOWN = 1 << 30  # tokens of a tokenizer that is not there yet: enough to be cut over any ranks
-DATA = "ranks along dp take other samples: dp = {}"
 SHARED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
 
 
@@ -96,7 +95,7 @@ def lay(config: Config, topology: Topology) -> Mesh:
         raise PlanError(
             f"parallel.dp x pp x tp = {dp} x {parallel.pp} x {parallel.tp} is not the number of ranks, {ranks}",
             "the sizes of the mesh's axes multiply to the ranks that were started",
-            f'start {-(-ranks // model) * model} ranks, or set parallel.dp to "auto" and the others to fit {ranks}',
+            f"start {dp * model} ranks, or " + _fitting(ranks, model),
         )
     _microbatches(config, dp)
     data = choose(parallel.zero, dp, parallel.shard)
@@ -105,6 +104,13 @@ def lay(config: Config, topology: Topology) -> Mesh:
     vocabulary = UNKNOWN if config.model.vocabulary == "auto" else config.model.vocabulary
     tensor = axes(ModelShape.of(config.model, vocabulary), parallel.tp) if parallel.tp > 1 else ()
     return Mesh((*([(PIPE, parallel.pp)] if parallel.pp > 1 else []), *data, *tensor))
+
+
+def _fitting(ranks: int, model: int) -> str:
+    """What to set where as many ranks were started, and ``model`` of them have one sample."""
+    if ranks % model == 0:
+        return f'set parallel.dp to {ranks // model} or "auto"'
+    return f"choose parallel.pp and parallel.tp so that their product divides {ranks}"
 
 
 def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
@@ -154,7 +160,8 @@ def cut(found: Iterable[Weight], dtype: str, mesh: Mesh | None = None, alone: Co
     """The units of a model: its blocks, and what is around them; weights that are ``alone`` are each one by itself."""
     found = tuple(found)
     blocks = {".".join(weight.name.split(".")[:2]) for weight in found if weight.name.startswith("blocks.")}
-    members = (Member.of(w.name, w.shape, w.decay, dtype, blocks, cuts(w) if mesh else ()) for w in found)
+    shared = mesh is not None and mesh.size(*TENSOR) > 1
+    members = (Member.of(w.name, w.shape, w.decay, dtype, blocks, cuts(w) if shared else ()) for w in found)
     return arrange((replace(m, unit=m.name) if m.name in alone else m for m in members), mesh)
 
 
@@ -186,9 +193,10 @@ def _bytes(units: tuple[Unit, ...], mesh: Mesh, config: Config, gather_bytes: in
 def _reasons(config: Config, mesh: Mesh) -> Iterator[str]:
     ranks, batch = mesh.size(REPLICA, SHARD), config.train.batch
     microbatches, sharers = _microbatches(config, ranks), mesh.size(*STAGES[config.parallel.zero].axes)
-    yield f"{mesh.ranks_total // ranks} ranks share a model's work, and " * (mesh.ranks_total > ranks) + DATA.format(
-        ranks
-    )
+    if mesh.ranks_total > ranks:
+        each = mesh.ranks_total // ranks
+        yield f"{each} ranks work on each sample: pp = {mesh.size(PIPE)}, tp = {mesh.size(*TENSOR)}"
+    yield f"{'every rank takes' if ranks == mesh.ranks_total else 'ranks along dp take'} other samples: dp = {ranks}"
     if config.parallel.zero:
         copies = f", and there are {ranks // sharers} copies" * (ranks > sharers)
         yield f"parallel.zero = {config.parallel.zero}: {sharers} ranks share {SHARED[config.parallel.zero]}{copies}"

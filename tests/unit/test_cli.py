@@ -182,7 +182,7 @@ def test_a_plan_without_any_vocabulary_is_refused(data: str, small: Path, run) -
 
 
 def test_knobs_are_listed_as_a_table_and_as_json(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("COLUMNS", "800")
     code, out, err = run("knobs")
     assert (code, err) == (0, "")
     assert all(key in out and meaning in out for key, meaning in knobs().items())

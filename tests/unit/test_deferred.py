@@ -53,7 +53,7 @@ def test_hooks_are_told_of_a_gradient_once_and_only_when_it_is_there() -> None:
     model, deferred, notes, told = Pair(), Deferred(), Notes(), []
     defer(model, deferred)
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: p.grad is not None and told.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: told.extend([name] * (p.grad is not None)))
     with deferred.put_off(notes):
         model(inputs()).sum().backward()
     assert told == ["scale"]

@@ -42,7 +42,7 @@ def test_the_mesh_is_all_ranks_along_dp() -> None:
 
 def test_a_mesh_that_is_not_the_ranks_is_refused() -> None:
     assert refused(parse({"parallel": {"dp": 3}}), 4) == [
-        "parallel.dp = 3 is not the number of ranks, 4",
+        "parallel.dp x pp x tp = 3 x 1 x 1 is not the number of ranks, 4",
         "the sizes of the mesh's axes multiply to the ranks that were started",
         'start 3 ranks, or set parallel.dp to 4 or "auto"',
     ]
@@ -134,7 +134,7 @@ def test_sharing_that_does_not_fit_is_refused(stage: int, shard: int, lines: lis
 @pytest.mark.parametrize(("given", "expected"), [(0.0, 1), ("auto", 2), (1.0, None)])
 def test_there_is_room_for_one_block_at_least(given: object, expected: int | None) -> None:
     found = zero(4, 3, gather_mib=given)
-    block = max(unit.total for unit in found.units if not unit.held) * 4
+    block = max(unit.total for unit in found.units[0] if not unit.held) * 4
     assert found.gather_bytes == (expected * block if expected else 2**20)
 
 
@@ -186,7 +186,7 @@ def test_a_second_copy_and_narrow_gradients_weigh_what_they_should() -> None:
         decide(parse(table, more), Topology(("node",) * 4), 300)
         for more in ((), ("parallel.near=2",), ("precision.gradients=compute",))
     )
-    blocks = [unit.total for unit in plain.units if not unit.held]
+    blocks = [unit.total for unit in plain.units[0] if not unit.held]
     assert near.bytes == plain.bytes | {"second copy": 2 * sum(-(-total // 2) for total in blocks)}
     assert narrow.bytes["gradients"] * 2 == plain.bytes["gradients"]
     assert any("from neighbours" in reason for reason in near.reasons)

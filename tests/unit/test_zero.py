@@ -14,8 +14,9 @@ from hpctrain.data.batch import IGNORE, MicroBatch
 from hpctrain.errors import HpctrainError
 from hpctrain.model.init import filler, hollow, initialise
 from hpctrain.model.transformer import Transformer
-from hpctrain.parallel.pipeline import Runner
+from hpctrain.parallel.pipeline import Pipe, Runner
 from hpctrain.parallel.zero import Sharded, shard
+from hpctrain.plan.spans import Span
 from hpctrain.plan.weights import ModelShape
 from hpctrain.schedule.action import accumulate
 from hpctrain.watch.meter import PHASES, Meter
@@ -192,14 +193,20 @@ class Priced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.head = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
-    def loss(self, tokens: Tensor, targets: Tensor, documents: None, noise: object = None) -> tuple[Tensor, Tensor]:
+    def frame(self, *micro_batch: object) -> None:
+        return None
+
+    def through(self, span: Span, tokens: Tensor, frame: None) -> Tensor:
+        return tokens
+
+    def price(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         counts = targets != IGNORE
         return self(tokens * counts), counts.sum()
 
     def forward(self, prices: Tensor) -> Tensor:
-        return (self.weight * prices).sum()
+        return (self.head * prices).sum()
 
 
 def priced(*prices: float | None) -> MicroBatch:
@@ -216,9 +223,10 @@ def step(dealt: Sequence[Sequence[MicroBatch]], stage: int) -> list[tuple[float,
         model = Priced()
         data = shard(model, group, stage)
         mine = dealt[group.rank]
-        runner = Runner(accumulate(len(mine)), model, data, group, Meter(torch.device("cpu"), 1.0, 1.0), seed=0)
+        meter, pipe = Meter(torch.device("cpu"), 1.0, 1.0), Pipe((Span(0, 0, embed=True, head=True),), accumulate)
+        runner = Runner(accumulate(len(mine)), model, data, group, meter, 0, pipe)
         loss, tokens = runner.run(mine, 0)
-        return loss, tokens, float(gradients(data)["weight"]), runner.evaluate(mine)
+        return loss, tokens, float(gradients(data)["head"]), runner.evaluate(mine)
 
     return threads.run(len(dealt), act)
 
