@@ -141,11 +141,10 @@ class Runner:
             made = self.model.through(span, x, self.model.frame(m.tokens, m.documents, noise))
             if span.head:
                 return self._price(now, place, made, m)
-        if now.training:
+        crosses = now.schedule.crosses(action.stage)
+        if now.training or crosses:
             now.made[place] = made
-        if now.schedule.crosses(action.stage):
-            now.made[place] = made
-        else:
+        if not crosses:
             now.given[action.stage + 1, action.microbatch] = made.detach()
 
     def _price(self, now: Pass, place: Place, made: Tensor, m: MicroBatch) -> None:

@@ -309,6 +309,39 @@ def test_a_rank_holds_what_the_zero_paper_says(stage: int, ranks: int) -> None:
         assert alive <= (1.01 * whole if stage < 3 else 4 * sum(part.unit.total for part in held) + 2 * block)
 
 
+PAPER = {  # Rajbhandari 2020, section 5 and figure 1: bytes of P parameters, of 2 and 2 and 12 each, on n ranks
+    0: lambda p, n: 16 * p,
+    1: lambda p, n: 4 * p + 12 * p / n,
+    2: lambda p, n: 2 * p + 14 * p / n,
+    3: lambda p, n: 16 * p / n,
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_in_bf16_the_state_of_a_model_has_the_bytes_of_the_zero_paper(stage: int, ranks: int) -> None:
+    """With gradients in bf16 as there; beside it the lent memory, which the plan tells as buffers."""
+
+    def act(group: Group) -> int:
+        model = Transformer(SHAPE)
+        initialise(model, SHAPE, 1)
+        sharded = shard(model, group, stage, formats=Formats(torch.bfloat16, torch.bfloat16))
+        optimizer = AdamW(sharded.flats(), OPTIM, sharded.group)
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        sharded.begin()
+        with sharded.reducing():
+            model.loss(tokens, tokens)[0].backward()
+        sharded.finish()
+        optimizer.update(0.1, 0)
+        parts = sharded.parts
+        kept = [x for p in parts for x in (p.full, p.own, p.master, p.gradient, p.buffer) if x is not None]
+        return bytes_of(*model.parameters(), *kept, *optimizer.exp_avg, *optimizer.exp_avg_sq)
+
+    expected = PAPER[stage](parameters(SHAPE), ranks)
+    for found in threads.run(ranks, act):
+        assert found == pytest.approx(expected, rel=0.02)
+
+
 # ---- what is chosen
 
 
