@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hpctrain.cli.options import AsJson, ConfigPath, Overrides
+from hpctrain.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -56,6 +57,37 @@ def tensor(
         from hpctrain.bench.tensor import Scene, run
 
         _print(run(Scene.open(chosen, world), turns), world, as_json, f"{world.size} ranks, median of {turns} turns")
+
+
+@app.command("pipeline")
+def pipeline(
+    config: Annotated[
+        Path | None, typer.Argument(help="A run's configuration: its model computes. Without one, stages sleep.")
+    ] = None,
+    schedules: Annotated[
+        str, typer.Option(help="Which, with commas.", show_default="where stages sleep, all; else some")
+    ] = "",
+    costs: Annotated[
+        str, typer.Option(help="Milliseconds that F, I and W of a rank sleep.", metavar="F,I,W")
+    ] = "20,20,20",
+    microbatches: Annotated[int, typer.Option(help="Micro-batches of stages that sleep.", min=1)] = 8,
+    turns: Annotated[int, typer.Option(help="Timed steps of each; the median is shown.", min=1)] = 7,
+    set: Overrides = None,  # noqa: A002 - the option's name
+    as_json: AsJson = False,
+) -> None:
+    """Time pipelines of all ranks, schedule by schedule, beside the simulator and torch's pipelining."""
+    from hpctrain.cluster.world import World
+    from hpctrain.config import Config, load
+
+    asleep = _seconds(costs)
+    chosen = load(config, tuple(set or ())) if config else Config()
+    with World.join(chosen.comm) as world:
+        from hpctrain.bench.pipeline import Scene, run
+
+        scene = Scene.open(chosen, world) if config else Scene.sleeping(asleep, microbatches, world)
+        rows = run(scene, turns, _names(schedules))
+        count = len(scene.tokens)
+        _print(rows, world, as_json, f"{world.size} ranks, {count} micro-batches, median of {turns} turns")
 
 
 @app.command("comm")
@@ -119,6 +151,16 @@ def memory(
 
     names = ("hpctrain", *_names(against))
     _show(run(config, ranks, launcher, names, turns, set or ()), as_json, f"{ranks} ranks, MiB, {turns} timed steps")
+
+
+def _seconds(words: str) -> tuple[float, float, float]:
+    """Three times, which were told in milliseconds."""
+    try:
+        forward, input, weight = (float(word) / 1000 for word in words.split(","))
+    except ValueError:
+        why = "these are the times of a forward, of the gradient of its input and of that of its weights"
+        raise UsageError(f"--costs {words}", why, "give three numbers with commas, such as 20,20,20") from None
+    return forward, input, weight
 
 
 def _names(text: str) -> tuple[str, ...]:
