@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hpctrain.cli.options import AsJson, ConfigPath, Overrides
-from hpctrain.errors import UsageError
+from hpctrain.cli.options import AsJson, ConfigPath, Overrides, three_times
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -79,12 +78,12 @@ def pipeline(
     from hpctrain.cluster.world import World
     from hpctrain.config import Config, load
 
-    asleep = _seconds(costs)
+    forward, input, weight = (milliseconds / 1000 for milliseconds in three_times(costs))
     chosen = load(config, tuple(set or ())) if config else Config()
     with World.join(chosen.comm) as world:
         from hpctrain.bench.pipeline import Scene, run
 
-        scene = Scene.open(chosen, world) if config else Scene.sleeping(asleep, microbatches, world)
+        scene = Scene.open(chosen, world) if config else Scene.sleeping((forward, input, weight), microbatches, world)
         rows = run(scene, turns, _names(schedules))
         count = len(scene.tokens)
         _print(rows, world, as_json, f"{world.size} ranks, {count} micro-batches, median of {turns} turns")
@@ -151,16 +150,6 @@ def memory(
 
     names = ("hpctrain", *_names(against))
     _show(run(config, ranks, launcher, names, turns, set or ()), as_json, f"{ranks} ranks, MiB, {turns} timed steps")
-
-
-def _seconds(words: str) -> tuple[float, float, float]:
-    """Three times, which were told in milliseconds."""
-    try:
-        forward, input, weight = (float(word) / 1000 for word in words.split(","))
-    except ValueError:
-        why = "these are the times of a forward, of the gradient of its input and of that of its weights"
-        raise UsageError(f"--costs {words}", why, "give three numbers with commas, such as 20,20,20") from None
-    return forward, input, weight
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from hpctrain.bench.deepspeed import load_deepspeed, settings
 from hpctrain.bench.footprint import watch
 from hpctrain.bench.memory import Row, table
 from hpctrain.bench.step import contestant
-from hpctrain.cli.bench import _seconds
 from hpctrain.config import Config, ModelConfig, parse
 from hpctrain.errors import ConfigError, UsageError
 from hpctrain.plan.weights import ModelShape
@@ -53,14 +52,6 @@ def test_deepspeed_takes_the_micro_batches_that_we_take(
     assert found["train_micro_batch_size_per_gpu"] == microbatch
     assert found["gradient_accumulation_steps"] == accumulated
     assert found["gradient_clipping"] == Config().optim.clip
-
-
-@pytest.mark.parametrize("words", ["20,20", "20,20,20,20", "long,20,20", ""])
-def test_what_stages_sleep_is_three_times(words: str) -> None:
-    assert _seconds("20,5,2.5") == (0.02, 0.005, 0.0025)
-    with pytest.raises(UsageError, match=f"--costs {words}\n  these are the times of a forward") as caught:
-        _seconds(words)
-    assert caught.value.mend == "give three numbers with commas, such as 20,20,20"
 
 
 def test_a_process_sees_its_own_peak_and_then_begins_anew() -> None:
