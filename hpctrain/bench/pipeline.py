@@ -14,7 +14,7 @@ runner and its messages add to the schedule. A rank's blocks sleep as long with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -79,7 +79,8 @@ class Scene:
 
     @classmethod
     def sleeping(cls, costs_seconds: tuple[float, float, float], count: int, world: World) -> Scene:
-        """Set it with ``count`` micro-batches and stages that sleep. Collective."""
+        """Set it with ``count`` micro-batches and stages that sleep. Collective. PlanError for less than no sleep."""
+        Costs(*costs_seconds).fit(world.size)
         shape = replace(ModelShape.of(SMALL, SMALL.vocabulary), tied=False)
         return replace(cls._open(shape, Config(), world, (count, 4, shape.sequence)), asleep=costs_seconds)
 
@@ -102,7 +103,7 @@ class Row:
     seconds: float
     """Median of a turn."""
     simulated_seconds: float | None
-    """What the simulator says, of what stages sleep, or of what F, I and W took on average in our last turn."""
+    """What the simulator says, of what stages sleep, or of what F, I and W took on average; of our own alone."""
     bubble: float | None
     """The part of all ranks' time in which they neither compute nor sleep; None where the peer does not tell."""
     simulated_bubble: float | None
@@ -123,15 +124,24 @@ def run(scene: Scene, turns: int, kinds: Sequence[str] = ()) -> list[Row]:
     kinds = kinds or (ASLEEP if scene.asleep else COMPUTING)
     contestants: dict[str, Ours | Torchs] = {kind: Ours(scene, kind) for kind in kinds}
     contestants |= {f"torch-{kind}": Torchs(scene, kind) for kind in PEERS if kind in kinds}
-    taken: dict[str, list[tuple[float, float | None]]] = {name: [] for name in contestants}
-    losses: dict[str, float] = {}
+    taken: dict[str, list[Turn]] = {name: [] for name in contestants}
     for _ in range(turns + 1):
         for name, one in contestants.items():
-            seconds, losses[name] = timed(lambda _, one=one: one.turn(), 0, scene.group)
-            taken[name].append((seconds, _bubble(one.busy(), seconds, scene.group)))
-    rows = [_row(name, one, taken[name][1:], losses[name], scene) for name, one in contestants.items()]
+            seconds, loss = timed(lambda _, one=one: one.turn(), 0, scene.group)
+            taken[name].append(Turn(seconds, loss, _bubble(one.busy(), seconds, scene.group), one.simulated()))
+    rows = [_row(name, one, taken[name][1:], scene) for name, one in contestants.items()]
     best = max((row.tokens_per_second for row in rows if row.name.startswith("torch-")), default=None)
     return [replace(row, times_torch=best and row.tokens_per_second / best) for row in rows]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What was seen of one turn."""
+
+    seconds: float
+    loss: float
+    bubble: float | None
+    simulated: Timeline | None
 
 
 def _bubble(busy: float | None, seconds: float, group: Group) -> float | None:
@@ -142,24 +152,25 @@ def _bubble(busy: float | None, seconds: float, group: Group) -> float | None:
     return 1 - float(mean) / seconds
 
 
-def _row(name: str, one: Ours | Torchs, taken: list[tuple[float, float | None]], loss: float, scene: Scene) -> Row:
-    seconds, bubbles = zip(*taken, strict=True)
-    square = sum(
-        (gradient.double().square().sum() for gradient in one.gradients()), torch.zeros((), dtype=torch.float64)
-    )
-    scene.group.all_reduce(square)
-    simulated = one.simulated()
+def _row(name: str, one: Ours | Torchs, turns: list[Turn], scene: Scene) -> Row:
+    seconds = median(turn.seconds for turn in turns)
     return Row(
         name=name,
-        seconds=median(seconds),
-        simulated_seconds=simulated and simulated.makespan,
-        bubble=None if None in bubbles else median(bubbles),
-        simulated_bubble=simulated and simulated.bubble,
-        tokens_per_second=scene.tokens.numel() / median(seconds),
+        seconds=seconds,
+        simulated_seconds=_median(turn.simulated and turn.simulated.makespan for turn in turns),
+        bubble=_median(turn.bubble for turn in turns),
+        simulated_bubble=_median(turn.simulated and turn.simulated.bubble for turn in turns),
+        tokens_per_second=scene.tokens.numel() / seconds,
         times_torch=None,
-        loss=loss,
+        loss=turns[-1].loss,
         norm=_norm(one.gradients(), scene.group),
     )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """The median, where the contestant tells any."""
+    found = [value for value in values if value is not None]
+    return median(found) if found else None
 
 
 def _norm(gradients: Sequence[Tensor], group: Group) -> float:

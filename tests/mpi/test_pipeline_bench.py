@@ -11,7 +11,7 @@ from mpi4py import MPI
 from hpctrain.bench.pipeline import ASLEEP, Row, Scene, run
 from hpctrain.cluster.world import World
 from hpctrain.config import Config, parse
-from hpctrain.errors import LaunchError
+from hpctrain.errors import LaunchError, PlanError
 from hpctrain.schedule.kinds import make
 from hpctrain.schedule.simulate import Costs, simulate
 
@@ -70,6 +70,11 @@ def test_pipelines_that_sleep_have_a_row_for_each_schedule(comm: MPI.Comm) -> No
     for row in rows:
         assert row.seconds > row.simulated_seconds  # nobody sleeps too little
         assert 0 < row.bubble < 1
+
+
+def test_nobody_sleeps_less_than_nothing(comm: MPI.Comm) -> None:
+    with pytest.raises(PlanError, match="a cost of -0.1 for weight\n  nothing ends before it begins"):
+        Scene.sleeping((0.1, 0.1, -0.1), 1, World.of(comm))
 
 
 def test_one_rank_is_no_pipeline() -> None:
