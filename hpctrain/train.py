@@ -44,6 +44,7 @@ from hpctrain.plan.units import PIPE, REPLICA, SHARD, STAGES
 from hpctrain.plan.weights import flops_per_token
 from hpctrain.precision.fp8 import in_fp8
 from hpctrain.precision.scale import LossScale
+from hpctrain.watch import trace
 from hpctrain.watch.log import Log
 from hpctrain.watch.meter import Meter, measured_peak_flops, peak_memory_bytes
 
@@ -126,8 +127,8 @@ class Job:
         self.meter.restart()  # what was between the steps, such as a save, is no part of either
         with self.meter.phase("data"):
             microbatches = [m.to(device) for m in batches.part(step, group.rank, group.size)]
-        scale = self.scale.told()
-        loss, tokens = self.runner.run(microbatches, step, self.scale.value)
+        scale, recorder = self.scale.told(), self.recorder(step + 1)
+        loss, tokens = self.runner.run(microbatches, step, self.scale.value, recorder)
         with self.meter.phase("optimizer"):
             gradients = [flat.gradient for flat in self.sharded.flats()]
             self.scale.undo(gradients)
@@ -148,8 +149,22 @@ class Job:
             "phases": reading.phases,
             "peak_bytes": peak_memory_bytes(device),
             **scale,
+            **self.traced(step + 1, recorder),
             **self.validation(step + 1, batches),
         }
+
+    def recorder(self, step: int) -> trace.Untraced:
+        """What records the actions of step ``step``, counted from 1, if they are to be."""
+        return trace.Trace(self.meter.device) if step in self.config.log.trace else trace.UNTRACED
+
+    def traced(self, step: int, recorder: trace.Untraced) -> dict[str, float]:
+        """The bubble of the first pipeline in a traced step, whose file it also writes. Collective."""
+        timeline = recorder.timeline(self.plan.schedule, self.runner.pipe.group.collect)
+        if timeline is None:
+            return {}
+        if self.owners.leads and self.runner.group.leads:
+            trace.write(self.config.run.folder / f"trace-{step}.json", timeline)
+        return trace.bubbles(timeline)
 
     def validation(self, step: int, batches: Batches) -> dict[str, float]:
         """The validation loss after ``step`` steps, when it is due. Collective."""

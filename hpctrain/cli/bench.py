@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hpctrain.cli.options import AsJson, ConfigPath, Overrides
+from hpctrain.cli.options import AsJson, ConfigPath, Overrides, three_times
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -56,6 +56,37 @@ def tensor(
         from hpctrain.bench.tensor import Scene, run
 
         _print(run(Scene.open(chosen, world), turns), world, as_json, f"{world.size} ranks, median of {turns} turns")
+
+
+@app.command("pipeline")
+def pipeline(
+    config: Annotated[
+        Path | None, typer.Argument(help="A run's configuration: its model computes. Without one, stages sleep.")
+    ] = None,
+    schedules: Annotated[
+        str, typer.Option(help="Which, with commas.", show_default="where stages sleep, all; else some")
+    ] = "",
+    costs: Annotated[
+        str, typer.Option(help="Milliseconds that F, I and W of a rank sleep.", metavar="F,I,W")
+    ] = "20,20,20",
+    microbatches: Annotated[int, typer.Option(help="Micro-batches of stages that sleep.", min=1)] = 8,
+    turns: Annotated[int, typer.Option(help="Timed steps of each; the median is shown.", min=1)] = 7,
+    set: Overrides = None,  # noqa: A002 - the option's name
+    as_json: AsJson = False,
+) -> None:
+    """Time pipelines of all ranks, schedule by schedule, beside the simulator and torch's pipelining."""
+    from hpctrain.cluster.world import World
+    from hpctrain.config import Config, load
+
+    forward, input, weight = (milliseconds / 1000 for milliseconds in three_times(costs))
+    chosen = load(config, tuple(set or ())) if config else Config()
+    with World.join(chosen.comm) as world:
+        from hpctrain.bench.pipeline import Scene, run
+
+        scene = Scene.open(chosen, world) if config else Scene.sleeping((forward, input, weight), microbatches, world)
+        rows = run(scene, turns, _names(schedules))
+        count = len(scene.tokens)
+        _print(rows, world, as_json, f"{world.size} ranks, {count} micro-batches, median of {turns} turns")
 
 
 @app.command("comm")

@@ -7,22 +7,25 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli.options import AsJson
+from hpctrain.cli.options import AsJson, three_times
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
     from hpctrain.schedule.action import Schedule
-    from hpctrain.schedule.simulate import Costs
+    from hpctrain.schedule.simulate import Timeline
 
 RANKS, MICROBATCHES = 4, 8  # of what is drawn when nobody said how many
+COSTS = "1,1,1"
 
 
 def draw(
-    what: Annotated[str, typer.Argument(help="A kind of schedule, or a file with one: .csv, or text.", metavar="KIND")],
+    what: Annotated[
+        str, typer.Argument(help="A kind of schedule, or a file: .csv, text, or a .json of log.trace.", metavar="KIND")
+    ],
     stages: Annotated[
         int | None,
         typer.Option(help="Stages of the whole pipeline: ranks x chunks.", min=1, show_default="of 4 ranks"),
@@ -37,7 +40,7 @@ def draw(
         int | None,
         typer.Option(help="Micro-batches through a chunk in a row, if interleaved.", min=1, show_default="ranks"),
     ] = None,
-    costs: Annotated[str, typer.Option(help="What F, I and W of a stage take; B is I + W.", metavar="F,I,W")] = "1,1,1",
+    costs: Annotated[str, typer.Option(help="What F, I and W of a stage take; B is I + W.", metavar="F,I,W")] = COSTS,
     message: Annotated[float, typer.Option(help="How long a message is under way.", min=0)] = 0.0,
     messages: Annotated[bool, typer.Option("--messages", help="Also write down sends and receives.")] = False,
     out: Annotated[Path | None, typer.Option(help="Make a picture: .svg, or .png with matplotlib.")] = None,
@@ -48,18 +51,22 @@ def draw(
     from hpctrain.schedule.draw import describe, summary, text
     from hpctrain.schedule.passes import add_messages
     from hpctrain.schedule.picture import save
-    from hpctrain.schedule.simulate import simulate
+    from hpctrain.schedule.simulate import Costs, simulate
 
     shape = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "group": group}
-    title, schedule = _schedule(what, shape)
-    schedule = add_messages(schedule) if messages else schedule
-    timeline = simulate(schedule, _costs(costs, message))
+    if Path(what).suffix == ".json":
+        _alone(what, shape | {"costs": costs != COSTS, "message": message, "messages": messages})
+        title, timeline = _measured(Path(what))
+    else:
+        title, schedule = _schedule(what, shape)
+        schedule = add_messages(schedule) if messages else schedule
+        timeline = simulate(schedule, Costs(*three_times(costs), message))
     if csv:
-        _write(csv, schedule)
+        _write(csv, timeline.schedule)
     if out:
         save(out, timeline, title)
     if as_json:
-        print(json.dumps(summary(timeline) | {"schedule": schedule.to_json()}, indent=2))
+        print(json.dumps(summary(timeline) | {"schedule": timeline.schedule.to_json()}, indent=2))
     else:
         colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print(text(timeline, shutil.get_terminal_size().columns, colours) + "\n" + describe(timeline))
@@ -73,11 +80,23 @@ def _schedule(what: str, shape: dict[str, int | None]) -> tuple[str, Schedule]:
     path = Path(what)
     if what in SCHEDULES or not (path.suffix or path.is_file()):
         return _of_kind(what, **shape)
-    given = " ".join(f"--{name}" for name, value in shape.items() if value is not None)
+    _alone(what, shape)
+    return path.name, read(path)
+
+
+def _measured(path: Path) -> tuple[str, Timeline]:
+    """A title, and what a run has recorded of a step."""
+    from hpctrain.watch.trace import read
+
+    return path.name, read(path)
+
+
+def _alone(what: str, options: dict[str, Any]) -> None:
+    """Refuse options that say what a file says by itself."""
+    given = " ".join(f"--{name}" for name, value in options.items() if value)
     if given:
         why = "a file says by itself how much there is"
         raise UsageError(f"{given} beside the file {what}", why, "leave it out, or name a kind of schedule")
-    return path.name, read(path)
 
 
 def _of_kind(
@@ -93,17 +112,6 @@ def _of_kind(
     title = f"{kind}: {stages // each} ranks, {stages} stages, {microbatches} micro-batches"
     title += f" in groups of {group}" if group else ""
     return title, make(kind, stages // each, microbatches, chunks, group)
-
-
-def _costs(words: str, message: float) -> Costs:
-    from hpctrain.schedule.simulate import Costs
-
-    try:
-        forward, input, weight = map(float, words.split(","))
-    except ValueError:
-        why = "these are the times of a forward, of the gradient of its input and of that of its weights"
-        raise UsageError(f"--costs {words}", why, "give three numbers with commas, such as 1,1,1") from None
-    return Costs(forward, input, weight, message)
 
 
 def _write(path: Path, schedule: Schedule) -> None:

@@ -309,6 +309,16 @@ class LogConfig(Section):
     """Whether scalars also go to TensorBoard event files (needs the package tensorboard)."""
     peak_tflops: float | Auto = "auto"
     """Peak TFLOP/s of one rank, for MFU; ``auto`` measures a matrix product at start."""
+    trace: tuple[int, ...] = Field((), strict=False)
+    """Steps, counted from 1, of which it is recorded when each action of the pipeline ran: ``trace-STEP.json`` in the
+    run's folder, for https://ui.perfetto.dev, and the bubble in the log."""
+
+    @model_validator(mode="after")
+    def _traces_steps_that_there_are(self) -> LogConfig:
+        if min(self.trace, default=1) < 1:
+            what = f"log.trace = {list(self.trace)}: no step has the number {min(self.trace)}"
+            raise ConfigError(what, "steps are counted from 1, as in the log", "set log.trace to [10], for one")
+        return self
 
 
 class Config(Section):

@@ -2,14 +2,13 @@
 
 Each rank along ``pp`` does its own line of the schedule, one action after another. A forward begins with what the stage
 before made, and keeps where its backward will begin; a message is started where the schedule has it and waited for
-where it is needed, so that it travels while something is computed. What a stage made goes away once it is sent: its
-backward needs no more than the place in the graph.
+before the action that needs it, so that it travels while something is computed. What a stage made goes away once it is
+sent: its backward needs no more than the place in the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -26,11 +25,13 @@ from hpctrain.parallel.zero import Sharded
 from hpctrain.plan.spans import TIED, Span, whole
 from hpctrain.schedule.action import Action, Schedule, accumulate
 from hpctrain.watch.meter import Meter
+from hpctrain.watch.trace import UNTRACED, Untraced
 
 Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 FORWARDS = ("F", "SEND_F", "RECV_F")
+BRINGS = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}  # what brings an action what it needs of another rank
 TAGS = {"F": 1, "B": 2, "tied": 3}
 
 
@@ -66,12 +67,13 @@ class Pass:
     scale: float = 1.0
     """What the loss is multiplied by before its backward, so that small gradients do not vanish."""
     training: bool = True
+    trace: Untraced = UNTRACED
     given: dict[Place, Tensor] = field(default_factory=dict)
     """What a stage begins its forward with, where it is there."""
     returned: dict[Place, Tensor] = field(default_factory=dict)
     """The gradient of what a stage made."""
-    coming: dict[Place, Handle] = field(default_factory=dict)
-    back: dict[Place, Handle] = field(default_factory=dict)
+    coming: dict[tuple[str, Place], Handle] = field(default_factory=dict)
+    """What is on its way here; the op says whether as ``given`` or as ``returned``."""
     inputs: dict[Place, Tensor] = field(default_factory=dict)
     made: dict[Place, Tensor | GradientEdge] = field(default_factory=dict)
     """Where a stage's backward begins; the activation itself until it is sent."""
@@ -101,16 +103,19 @@ class Runner:
         self._last = {a.stage: i for i, a in enumerate(self.actions) if a.op in ("B", "W")}
         self._parts = _by_stage(data.parts, self.pipe.spans, [stage for stage in schedule.home if stage in self._last])
 
-    def run(self, microbatches: Sequence[MicroBatch], step: int, scale: float = 1.0) -> tuple[float, int]:
+    def run(
+        self, microbatches: Sequence[MicroBatch], step: int, scale: float = 1.0, trace: Untraced = UNTRACED
+    ) -> tuple[float, int]:
         """Make the gradients of step ``step``; its mean loss and number of tokens over all ranks. Collective.
 
         The mean is over the tokens of all ranks and micro-batches, so none weighs more for being shorter. Gradients
-        are ``scale`` times those of the mean loss.
+        are ``scale`` times those of the mean loss. ``trace`` is told when each action runs.
         """
         self.data.begin()
-        now = Pass(step, microbatches, self.schedule, self._count(microbatches), self._zeros((1,)), scale)
+        now = Pass(step, microbatches, self.schedule, self._count(microbatches), self._zeros((1,)), scale, trace=trace)
+        trace.begin(self.pipe.group.barrier)
         for index, action in enumerate(self.actions):
-            self._OPS[action.op](self, now, action, index == self._last.get(action.stage))
+            self._do(now, action, index == self._last.get(action.stage))
         with self.meter.phase("communication"):
             self._sent(now)
             self.data.finish()
@@ -125,10 +130,19 @@ class Runner:
         now = Pass(0, microbatches, schedule, 1, self._zeros((2,)), training=False)
         for action in schedule.ranks[self.pipe.group.rank]:
             if action.op in FORWARDS:
-                self._OPS[action.op](self, now, action, False)
+                self._do(now, action)
         self._sent(now)
         self._everywhere(now.loss)
         return float(now.loss[0] / now.loss[1].clamp(min=1))
+
+    def _do(self, now: Pass, action: Action, last: bool = False) -> None:
+        """Do an action once what it needs of other ranks is there."""
+        coming = now.coming.pop((BRINGS.get(action.op, ""), (action.stage, action.microbatch)), None)
+        if coming is not None:
+            with self.meter.phase("communication"):
+                coming.wait()
+        with now.trace.recording(action):
+            self._OPS[action.op](self, now, action, last)
 
     # ---- computing -----------------------------------------------------------------------------------------------
 
@@ -178,23 +192,17 @@ class Runner:
         """Take the gradient of what a stage made back to what it began with."""
         stage, microbatch = place
         span, made = self.pipe.spans[stage], now.made.pop(place)
-        gradient = None if span.head else self._returned(now, place)
+        gradient = None if span.head else now.returned.pop(place)
         torch.autograd.backward(made, gradient)
         if not span.embed:
             found = now.inputs.pop(place).grad
             now.returned[stage - 1, microbatch] = found
 
     def _given(self, now: Pass, place: Place) -> Tensor:
-        with self.meter.phase("communication") if place in now.coming else nullcontext():
-            now.coming.pop(place, Handle()).wait()
         x = now.given.pop(place)
         if now.training:
             now.inputs[place] = x.requires_grad_()
         return x
-
-    def _returned(self, now: Pass, place: Place) -> Tensor:
-        now.back.pop(place, Handle()).wait()
-        return now.returned.pop(place)
 
     # ---- messages ------------------------------------------------------------------------------------------------
 
@@ -218,11 +226,11 @@ class Runner:
 
     def _receive_activation(self, now: Pass, action: Action, last: bool) -> None:
         place = (action.stage, action.microbatch)
-        now.given[place], now.coming[place] = self._receive(now, action, "F")
+        now.given[place], now.coming[action.op, place] = self._receive(now, action, "F")
 
     def _receive_gradient(self, now: Pass, action: Action, last: bool) -> None:
         place = (action.stage, action.microbatch)
-        now.returned[place], now.back[place] = self._receive(now, action, "B")
+        now.returned[place], now.coming[action.op, place] = self._receive(now, action, "B")
 
     def _receive(self, now: Pass, action: Action, kind: str) -> tuple[Tensor, Handle]:
         m, width = now.microbatches[action.microbatch], self.model.shape.width

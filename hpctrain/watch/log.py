@@ -19,7 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hpctrain.errors import ConfigError
 from hpctrain.watch.terminal import columns
 
-SHOWN = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "validation_loss": "validation {:.4f}"}
+SHOWN = {
+    "loss": "loss {:.4f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "bubble": "bubble {:.1%}",
+    "simulated_bubble": "{:.1%} simulated",
+    "validation_loss": "validation {:.4f}",
+}
 
 
 class Log:

@@ -14,6 +14,8 @@ from hpctrain.schedule.action import Schedule
 from hpctrain.schedule.files import read, to_csv
 from hpctrain.schedule.kinds import SCHEDULES, make
 from hpctrain.schedule.passes import add_messages
+from hpctrain.schedule.simulate import simulate
+from hpctrain.watch.trace import write
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/explanation/schedules.md"
@@ -95,6 +97,14 @@ def test_sends_and_receives_are_written_where_they_are_asked_for(run, tmp_path):
     assert Schedule.from_json(told["schedule"]) == add_messages(make("1f1b", 4, 8)) == read(tmp_path / "it.csv")
 
 
+def test_what_a_run_has_recorded_is_drawn_as_what_is_simulated(run, tmp_path):
+    schedule = make("1f1b", 2, 2)
+    write(tmp_path / "trace-3.json", simulate(schedule))
+    assert run("draw", "trace-3.json") == run("draw", "1f1b", "--stages", 2, "--microbatches", 2)
+    assert run("draw", "trace-3.json", "--out", "it.svg", "--csv", "it.csv")[0] == 0
+    assert read(tmp_path / "it.csv") == schedule
+
+
 def test_a_picture_is_made(run, tmp_path):
     assert run("draw", "1f1b", "--out", "it.svg")[0] == 0
     assert "1f1b: 4 ranks, 4 stages, 8 micro-batches" in (tmp_path / "it.svg").read_text()
@@ -120,6 +130,12 @@ def test_a_picture_is_made(run, tmp_path):
         (
             ("wrong.txt", "--stages", 4, "--group", 4),
             "--stages --group beside the file wrong.txt\n"
+            "  a file says by itself how much there is\n"
+            "  leave it out, or name a kind of schedule",
+        ),
+        (
+            ("trace-3.json", "--costs", "1,2,1", "--chunks", 2),
+            "--chunks --costs beside the file trace-3.json\n"
             "  a file says by itself how much there is\n"
             "  leave it out, or name a kind of schedule",
         ),
