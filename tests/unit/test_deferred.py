@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hpctrain.model.parts import Gather, Spread
 from hpctrain.parallel.deferred import Deferred, Notes, defer
@@ -76,3 +77,13 @@ def test_maps_in_another_format_stay_as_they_are() -> None:
     model.first.product = other = lambda x, weight, bias: F.linear(x, weight, bias)
     defer(model, Deferred())
     assert model.first.product is other and model.second.product is not F.linear
+
+
+def test_a_forward_that_is_made_again_puts_off_the_same_gradients() -> None:
+    model, deferred, notes = Pair(), Deferred(), Notes()
+    defer(model, deferred)
+    with deferred.put_off(notes):
+        checkpoint(model, inputs(), use_reentrant=False).square().sum().backward()
+    notes.done()
+    for name, gradient in expected()[1].items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=0, atol=1e-12)
