@@ -123,18 +123,25 @@ def _linear(x: Tensor, there: Map, back: Map) -> Tensor:
 
 
 class _Copies(Function):
-    """The identity of many tensors; its adjoint, a sum, takes them as one."""
+    """The identity of many tensors; its adjoint, a sum, takes those that have a gradient as one.
+
+    A backward that puts gradients off comes here more than once, with none or some of them: the same on all ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: Group, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
+        ctx.set_materialize_grads(False)
         return tuple(map(_same, xs))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total = reduce(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
-        parts = total.split([grad.numel() for grad in grads])
-        return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        there = [grad for grad in grads if grad is not None]
+        if not there:
+            return (None,) * (1 + len(grads))
+        total = reduce(torch.cat([grad.reshape(-1) for grad in there]), ctx.group)
+        parts = iter(total.split([grad.numel() for grad in there]))
+        return None, *(None if grad is None else next(parts).view(grad.shape) for grad in grads)
 
 
 # ---- the maps: plain tensors in and out, contiguous results -------------------------------------------------------

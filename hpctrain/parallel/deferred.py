@@ -110,7 +110,8 @@ class Linear:
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.deferred, ctx.bias = deferred, bias
+        # Recomputation gives back a stand-in of what is saved: gradients go to the tensors themselves.
+        ctx.deferred, ctx.tensors = deferred, (weight, bias)
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -123,4 +124,4 @@ class _Linear(Function):
         def weights() -> tuple[Tensor | None, ...]:
             return gradient.t() @ x if wants_weight else None, gradient.sum(0) if wants_bias else None
 
-        return None, gradient @ weight if wants_x else None, *ctx.deferred.take((weight, ctx.bias), weights)
+        return None, gradient @ weight if wants_x else None, *ctx.deferred.take(ctx.tensors, weights)

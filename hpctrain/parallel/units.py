@@ -197,13 +197,12 @@ Run = tuple[int, int, list[Slot]]
 
 
 def _joined(runs: Iterable[tuple[int, int, Slot]]) -> list[Run]:
-    """Runs of elements that touch made one, with the parameters in it; at least one, which may be empty."""
+    """Runs of elements that touch made one, with the parameters in it; one that is empty where all of them are."""
+    every = sorted(runs, key=lambda run: run[:2])
     found: list[Run] = []
-    for start, stop, slot in sorted(runs, key=lambda run: run[:2]):
-        if found and (start == found[-1][1] or start == stop):
-            found[-1] = (found[-1][0], max(stop, found[-1][1]), [*found[-1][2], slot])
-        elif found and found[-1][0] == found[-1][1]:
-            found[-1] = (start, stop, [*found[-1][2], slot])
+    for start, stop, slot in [run for run in every if run[0] < run[1]] or every[:1]:
+        if found and start == found[-1][1]:
+            found[-1] = (found[-1][0], stop, [*found[-1][2], slot])
         else:
             found.append((start, stop, [slot]))
     return found

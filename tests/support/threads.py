@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.group import DONE, Group, Handle, Op
+from hpctrain.comm.group import DONE, Group, Handle, Op, SoloGroup
+from hpctrain.plan.mesh import Mesh
 
 SECONDS = 60
 
@@ -107,3 +108,39 @@ def grid(far: int, near: int, act: Callable[[Group, Group, Group], Any]) -> list
     for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]
+
+
+class ThreadGroups:
+    """The groups of a mesh whose ranks are threads, as ``hpctrain.comm.groups.Groups`` gives them."""
+
+    def __init__(self, mesh: Mesh, rank: int, rooms: dict[tuple[int, ...], Room]) -> None:
+        self.mesh, self.rank, self._rooms = mesh, rank, rooms
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
+        ranks = self.mesh.ranks(self.rank, *((axes,) if isinstance(axes, str) else axes))
+        if ranks not in self._groups:
+            alone = len(ranks) == 1
+            room = None if alone else self._rooms.setdefault(ranks, Room(len(ranks)))
+            self._groups[ranks] = SoloGroup(self.rank) if alone else ThreadGroup(room, ranks.index(self.rank))
+        return self._groups[ranks]
+
+    @property
+    def whole(self) -> Group:
+        """All ranks."""
+        return self[tuple(name for name, _ in self.mesh.axes)]
+
+
+def over(mesh: Mesh, act: Callable[[ThreadGroups], Any]) -> list[Any]:
+    """As ``run`` with the ranks of a mesh: ``act`` gets the groups of each."""
+    rooms: dict[tuple[int, ...], Room] = {}
+
+    def one(group: Group) -> Any:
+        try:
+            return act(ThreadGroups(mesh, group.rank, rooms))
+        except BaseException:
+            for room in list(rooms.values()):
+                room.barrier.abort()
+            raise
+
+    return run(mesh.ranks_total, one)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from hpctrain.comm.group import Handle
 from hpctrain.model.parts import Gather, Spread
 from hpctrain.parallel.deferred import Deferred, Notes, defer
+from hpctrain.plan import rules
+from hpctrain.plan.mesh import Mesh
+from tests.support.tensors import VOCABULARY, Case, run
+from tests.support.threads import ThreadGroup
 
 
 class Pair(nn.Module):
@@ -76,3 +85,56 @@ def test_maps_in_another_format_stay_as_they_are() -> None:
     model.first.product = other = lambda x, weight, bias: F.linear(x, weight, bias)
     defer(model, Deferred())
     assert model.first.product is other and model.second.product is not F.linear
+
+
+def test_a_forward_that_is_made_again_puts_off_the_same_gradients() -> None:
+    model, deferred, notes = Pair(), Deferred(), Notes()
+    defer(model, deferred)
+    with deferred.put_off(notes):
+        checkpoint(model, inputs(), use_reentrant=False).square().sum().backward()
+    notes.done()
+    for name, gradient in expected()[1].items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=0, atol=1e-12)
+
+
+# ---- ranks that share the products
+
+
+class Counting(ThreadGroup):
+    """A group that writes down how much is added up in its collectives."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.summed: list[int] = []
+
+    def _all_reduce(self, x: Tensor, op: str, later: bool) -> Handle:
+        self.summed.append(x.numel())
+        return super()._all_reduce(x, op, later)
+
+
+def put_off(case: Case, group: Counting, copies: Counting) -> tuple[dict[str, Tensor], list[int], list[int]]:
+    """A rank's gradients, and what the copies of a head added up now and later."""
+    model, deferred, notes = case.shared(group, copies), Deferred(), Notes()
+    defer(model, deferred)
+    tokens = torch.arange(12).view(2, 6) % VOCABULARY
+    with deferred.put_off(notes):
+        model.loss(tokens, tokens.roll(-1, 1))[0].backward()
+    now, copies.summed = copies.summed, []
+    notes.done()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, now, copies.summed
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_copies_of_a_head_add_up_what_is_put_off_later_and_nothing_now(sequence: bool, recompute: str) -> None:
+    case = Case(dict(family="llama", kv_heads=1, layers=1), sequence, recompute=recompute)
+    whole = case.whole()
+    tokens = torch.arange(12).view(2, 6) % VOCABULARY
+    whole.loss(tokens, tokens.roll(-1, 1))[0].backward()
+    mesh, layouts = Mesh(rules.axes(case.shape, 4)), rules.layouts(case.shape, "float64")
+    found = run(case, 4, lambda group, copies: put_off(case, group, copies), Counting)
+    for rank, (gradients, now, later) in enumerate(found):
+        assert now == [] and later == [8 * 32, 8 * 32]  # the key's weight and the value's, each when it is made
+        for name, parameter in whole.named_parameters():
+            (box,) = layouts[name].boxes(mesh, rank)
+            torch.testing.assert_close(gradients[name], parameter.grad[box.slices], rtol=0, atol=1e-10)

@@ -1,0 +1,135 @@
+"""A step through a pipeline: by every schedule the gradients of one rank, and nothing kept that is not needed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hpctrain.parallel import pipeline
+from hpctrain.parallel.pipeline import Pass, Runner
+from hpctrain.plan.spans import TIED
+from hpctrain.schedule.kinds import SCHEDULES
+from hpctrain.train import Job
+from tests.support.toys import alone, deck, gradients, on_threads, toy
+
+EVERY = list(SCHEDULES)
+
+
+def config_of(schedule: str, ranks: int, microbatches: int, *more: str):
+    """A pipeline with two layers in its first stage and one in the others."""
+    stages = ranks * SCHEDULES[schedule].usual_chunks
+    return toy(
+        f"parallel.pp={ranks}",
+        f"parallel.schedule={schedule}",
+        f"model.layers={stages + 1}",
+        f"parallel.layers_per_stage={[2, *[1] * (stages - 1)]}",
+        f"train.batch={microbatches}",
+        *more,
+    )
+
+
+def step(job: Job) -> tuple[float, int, dict[str, torch.Tensor]]:
+    """Loss, tokens and gradients of a step, whose micro-batches are one sample each."""
+    microbatches = deck(job.config).part(3, 0, 1)
+    return *job.runner.run(microbatches, 3), gradients(job)
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 9])
+def test_any_number_of_micro_batches_goes_through_as_on_one_rank(schedule: str, microbatches: int) -> None:
+    config = config_of(schedule, 4, microbatches)
+    ((loss, tokens, expected),) = on_threads(alone(config), step)
+    found = on_threads(config, step)
+    assert {name for one in found for name in one[2]} == expected.keys()
+    for their_loss, their_tokens, theirs in found:
+        assert their_loss == pytest.approx(loss, rel=1e-12) and their_tokens == tokens
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+    assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-3
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_the_loss_without_gradients_needs_no_number_of_micro_batches_of_the_schedules(schedule: str) -> None:
+    config = config_of(schedule, 2, 3)
+
+    def evaluate(job: Job) -> list[float]:
+        return [job.runner.evaluate(deck(toy(f"train.batch={many}")).part(5, 0, 1)) for many in (1, 2, 7)]
+
+    (expected,) = on_threads(alone(config), evaluate)
+    for found in on_threads(config, evaluate):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+# ---- a weight that two ranks have
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
+def test_a_tied_weight_is_bit_for_bit_one_on_both_ranks_and_that_of_one_rank(zero: int, kind: str) -> None:
+    family = ("model.family=llama", "model.tied=true")  # a bias of keys has a gradient of nothing but rounding
+    more = ("parallel.dp=2", f"parallel.zero={zero}", f"optim.kind={kind}", *family)
+    config = config_of("1f1b", 2, 4, *more)
+
+    def trained(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
+        norms = [job.step(number, deck(job.config))["norm"] for number in range(4)]
+        with job.sharded.whole() as model:
+            return norms, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    ((norms, whole),) = on_threads(alone(config), trained)
+    found = on_threads(config, trained)
+    tied = [weights[TIED] for _, weights in found]
+    assert len(tied) == 4 and all(torch.equal(one, tied[0]) for one in tied)
+    for theirs, weights in found:
+        assert theirs == pytest.approx(norms, rel=1e-10)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_fold_has_the_tied_weight_once(schedule: str) -> None:
+    names = on_threads(config_of(schedule, 2, 2), lambda job: list(gradients(job)))
+    assert [TIED in one for one in names] == [True, False]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_after_a_step_nothing_of_it_is_left(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[Pass] = []
+
+    def noted(*given: Any, **more: Any) -> Pass:
+        passes.append(Pass(*given, **more))
+        return passes[-1]
+
+    monkeypatch.setattr(pipeline, "Pass", noted)
+    held = [one.name for one in fields(Pass) if one.default_factory is not None and one.name in vars(Pass) or True]
+    on_threads(config_of(schedule, 2, 5), lambda job: (step(job), job.runner.evaluate(deck(toy()).part(0, 0, 1))))
+    left = {name: getattr(one, name) for one in passes for name in held if isinstance(getattr(one, name), dict | list)}
+    left.pop("microbatches")
+    assert len(passes) == 4 and len(left) == 8
+    assert not any(left.values()), left
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_stage_made_is_gone_once_it_is_sent(
+    schedule: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Runner._OPS["SEND_F"]
+    gone: list[bool] = []
+
+    def watched(runner: Runner, now: Pass, action: Any, last: bool) -> None:
+        memory = StorageWeakRef(now.made[action.stage, action.microbatch].untyped_storage())
+        assert not memory.expired()
+        send(runner, now, action, last)
+        gone.append(memory.expired())
+
+    monkeypatch.setitem(Runner._OPS, "SEND_F", watched)
+    config = config_of(schedule, 2, 3)
+    on_threads(config, step if training else lambda job: job.runner.evaluate(deck(job.config).part(0, 0, 1)))
+    assert len(gone) >= 3 and all(gone)
