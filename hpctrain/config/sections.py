@@ -281,6 +281,9 @@ class CheckpointConfig(Section):
     """Steps between two saves; 0 for only the last one."""
     keep: int = Field(2, ge=1)
     """How many of the newest checkpoints stay."""
+    start_from: str | None = None
+    """A checkpoint, or a folder with some, whose weights a new run starts with, at step 0; for instance an imported
+    one. Nothing else of it is taken, and once the run has a checkpoint of its own, it goes on from that."""
     writer: Literal["auto", "mpio", "direct"] = "auto"
     """``mpio``: writes through parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
     ``auto`` takes ``direct``, which needs no parallel HDF5."""
