@@ -15,7 +15,7 @@ from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.load import load
 from hpctrain.checkpoint.ranges import file_order
 from hpctrain.checkpoint.save import sync_file, writer
-from hpctrain.checkpoint.state import Entry, State, agree
+from hpctrain.checkpoint.state import WEIGHTS, Entry, State, agree
 from hpctrain.checkpoint.together import led
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
@@ -23,8 +23,6 @@ from hpctrain.errors import CheckpointError
 from hpctrain.plan.mesh import Mesh
 
 log = logging.getLogger(__name__)
-
-WEIGHTS = "model/"
 
 
 class Checkpoint:
