@@ -62,7 +62,7 @@ def train(config: Config, world: World) -> int:
 
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new
     with listen(config, world) as asked, open_log(config, start, world) as log:
-        log.say(plan.show() if start == 0 else f"going on from step {start}")
+        log.say(greeting(config, plan, start))
         stop = False
         for step in range(start, config.train.steps):
             log.step(step + 1, job.step(step, batches))
@@ -224,6 +224,14 @@ def open_log(config: Config, start: int, world: World) -> Log:
     """The run's record; only the leading rank writes one."""
     log = config.log
     return Log(config.run.folder, start, config.train.steps, world.leads, log.every, log.tensorboard)
+
+
+def greeting(config: Config, plan: Plan, start: int) -> str:
+    """How a run begins."""
+    if start:
+        return f"going on from step {start}"
+    source = config.checkpoint.start_from
+    return plan.show() if source is None else f"{plan.show()}\nstarting with the weights of {source}"
 
 
 def parting(step: int) -> str:

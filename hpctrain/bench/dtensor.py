@@ -74,16 +74,17 @@ class _Block(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.head_dim, self.rope = shape.head_dim, shape.rope_base if shape.positions == "rotary" else None
-        self.query = nn.Linear(shape.width, shape.heads * shape.head_dim, shape.bias)
-        self.key = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
-        self.value = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
-        self.out = nn.Linear(shape.heads * shape.head_dim, shape.width, shape.bias)
+        self.head_dim = shape.head_dim
+        self.rope = (shape.rope_base, shape.rope_scaling) if shape.positions == "rotary" else None
+        self.query = nn.Linear(shape.width, shape.heads * shape.head_dim, "query" in shape.bias)
+        self.key = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, "key" in shape.bias)
+        self.value = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, "value" in shape.bias)
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.width, "out" in shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.query, self.key, self.value))
         if self.rope is not None:
-            q, k = rotate(q, self.rope), rotate(k, self.rope)
+            q, k = rotate(q, *self.rope), rotate(k, *self.rope)
         heads = [one.transpose(1, 2) for one in (q, k, v)]
         y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=q.shape[2] != k.shape[2])
         return self.out(y.transpose(1, 2).flatten(2))
@@ -92,9 +93,9 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.width, shape.mlp_width, shape.bias) if shape.mlp == "swiglu" else None
-        self.up = nn.Linear(shape.width, shape.mlp_width, shape.bias)
-        self.down = nn.Linear(shape.mlp_width, shape.width, shape.bias)
+        self.gate = nn.Linear(shape.width, shape.mlp_width, "gate" in shape.bias) if shape.mlp == "swiglu" else None
+        self.up = nn.Linear(shape.width, shape.mlp_width, "up" in shape.bias)
+        self.down = nn.Linear(shape.mlp_width, shape.width, "down" in shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:

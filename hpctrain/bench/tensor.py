@@ -55,7 +55,7 @@ class Scene:
     def open(cls, config: Config, world: World) -> Scene:
         """Set the scene for all ranks as one tensor-parallel group. Collective."""
         set_up_device(world)
-        shape = replace(ModelShape.of(config.model, 1), tied=False, dropout=0.0)  # what the peer has too
+        shape = replace(ModelShape.of(config.model, 1), tied=False, dropout=0.0, head_norm=False)  # as the peer
         if config.model.vocabulary == "auto":
             shape = replace(shape, vocabulary=VOCABULARY)
         groups = Groups.open(Mesh(rules.axes(shape, world.size)), world, config.comm)

@@ -6,15 +6,16 @@ Every method but ``due`` is collective: all ranks of the group call it, in the s
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import disk, format, keep
+from hpctrain.checkpoint import disk, format, inspect, keep
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.load import load
 from hpctrain.checkpoint.ranges import file_order
 from hpctrain.checkpoint.save import sync_file, writer
-from hpctrain.checkpoint.state import Entry, State, agree
+from hpctrain.checkpoint.state import WEIGHTS, Entry, State, agree
 from hpctrain.checkpoint.together import led
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
@@ -53,14 +54,27 @@ class Checkpoint:
         return path
 
     def resume(self, state: State) -> int:
-        """Fill ``state`` from the newest whole checkpoint and give its step; 0, and nothing filled, with none there."""
+        """Fill ``state`` from the newest whole checkpoint and give its step; 0 with none there.
+
+        Then weights are those of ``checkpoint.start_from`` where it names another checkpoint, else nothing is filled.
+        """
         entries = agree(state, self.mesh, self.group)
         found = led(self.group, lambda: self._find(entries), f"looking for checkpoints in {self.folder}")
         if found is None:
+            self._start(entries, state)
             return 0
         index = Index.from_json(found["index"])
         load(Path(found["path"]), index, entries, state, self.group)
         return index.step
+
+    def _start(self, entries: tuple[Entry, ...], state: State) -> None:
+        """Fill the weights alone from the checkpoint to start from. Collective."""
+        source = self.config.start_from
+        if source is None:
+            return
+        found = led(self.group, lambda: _weights(Path(source)), f"looking at {source} (checkpoint.start_from)")
+        wanted = [entry for entry in entries if entry.name.startswith(WEIGHTS)]
+        load(Path(found["path"]), Index.from_json(found["index"]), wanted, state, self.group, convert=True)
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint."""
@@ -112,6 +126,13 @@ class Checkpoint:
     def _newest(self) -> str | None:
         found = keep.newest(self.folder, keep.listing(self.folder))
         return found and str(found[0])
+
+
+def _weights(source: Path) -> dict[str, Any]:
+    """The path of the checkpoint at ``source``, and its weights."""
+    path, index = inspect.find(source)
+    slots = tuple(slot for slot in index.slots if slot.name.startswith(WEIGHTS))
+    return {"path": str(path), "index": replace(index, slots=slots, attributes={}).to_json()}
 
 
 def _slots(entries: tuple[Entry, ...]) -> list[Slot]:

@@ -13,7 +13,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hpctrain.checkpoint.format import Index, read_index
@@ -104,6 +104,15 @@ def sweep(folder: Path, names: Iterable[str]) -> None:
         found = PART_FILE.fullmatch(name)
         if found and _dead(folder / name, found[1], int(found[2])):
             (folder / name).unlink(missing_ok=True)
+
+
+def abandoned(folder: Path, name: str) -> Iterator[Path]:
+    """What writers of ``name`` that are dead left aside."""
+    aside = re.compile(rf"\.{re.escape(name)}\.(.+)\.(\d+)\.[0-9a-f]+\.part")
+    for entry in listing(folder):
+        found = aside.fullmatch(entry)
+        if found and _dead(folder / entry, found[1], int(found[2])):
+            yield folder / entry
 
 
 def check_room(folder: Path, needed: int) -> None:

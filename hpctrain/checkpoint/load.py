@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,21 +12,23 @@ from torch import Tensor
 from hpctrain.checkpoint import disk
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.ranges import flat_bytes, pieces, read_boxes
-from hpctrain.checkpoint.state import Entry, State
+from hpctrain.checkpoint.state import Entry, State, dtype_name
 from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
 from hpctrain.errors import CheckpointError
-from hpctrain.plan.layout import Box
+from hpctrain.plan.layout import ITEMSIZE, Box
 
 # Tensors that cannot be read in place (on a GPU, or not contiguous) are read aside, this much at once.
 ASIDE_BYTES = 1 << 30
 
 
-def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group: Group) -> None:
+def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group: Group, convert: bool = False) -> None:
     """Fill the tensors of ``state`` in place. Collective; an error of one rank is raised on all.
 
-    Strict: raises CheckpointError that lists every tensor which the file lacks, has too much, or has otherwise.
+    Strict: raises CheckpointError that lists every tensor which the file lacks, has too much, or has otherwise. With
+    ``convert`` the file may have other dtypes than the state.
     """
+    entries = _of_the_file(index, entries) if convert else entries
     check(path, index, entries)
     offsets = {slot.name: slot.offset for slot in index.slots}
 
@@ -34,6 +37,13 @@ def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group
             _fill(path, batch, state, offsets)
 
     together(group, act, f"reading {path}")
+
+
+def _of_the_file(index: Index, entries: Sequence[Entry]) -> list[Entry]:
+    """The same tensors with the dtypes that the file has."""
+    dtypes = {slot.name: slot.dtype for slot in index.slots}
+    layouts = (replace(entry.layout, dtype=dtypes.get(entry.name, entry.layout.dtype)) for entry in entries)
+    return [replace(entry, layout=layout) for entry, layout in zip(entries, layouts, strict=True)]
 
 
 def check(path: Path, index: Index, entries: Sequence[Entry]) -> None:
@@ -69,17 +79,18 @@ def _batches(entries: Sequence[Entry], state: State) -> Iterator[Batch]:
         if not boxes:
             continue
         tensor = state[entry.name].tensor
-        aside += 0 if _in_place(tensor) else tensor.nbytes
+        own = 0 if _in_place(tensor, entry) else tensor.numel() * ITEMSIZE[entry.layout.dtype]
+        aside += own
         if batch and aside > ASIDE_BYTES:
             yield batch
-            batch, aside = [], tensor.nbytes
+            batch, aside = [], own
         batch.append((entry, boxes))
     yield batch
 
 
 def _fill(path: Path, batch: Batch, state: State, offsets: dict[str, int]) -> None:
     targets = {entry.name: state[entry.name].tensor.detach() for entry, _ in batch}
-    near = {name: _near(tensor) for name, tensor in targets.items()}
+    near = {entry.name: _near(targets[entry.name], entry) for entry, _ in batch}
     disk.read(
         path,
         (piece for entry, boxes in batch for piece in pieces(entry, boxes, flat_bytes(near[entry.name]), offsets)),
@@ -89,10 +100,12 @@ def _fill(path: Path, batch: Batch, state: State, offsets: dict[str, int]) -> No
             tensor.copy_(near[name])
 
 
-def _in_place(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+def _in_place(tensor: Tensor, entry: Entry) -> bool:
+    plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return plain and tensor.device.type == "cpu" and dtype_name(tensor) == entry.layout.dtype
 
 
-def _near(tensor: Tensor) -> Tensor:
-    """The tensor itself where bytes can be read into it, else host memory of its shape."""
-    return tensor if _in_place(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def _near(tensor: Tensor, entry: Entry) -> Tensor:
+    """The tensor itself where the file's bytes can be read into it, else host memory of its shape for them."""
+    dtype = getattr(torch, entry.layout.dtype)
+    return tensor if _in_place(tensor, entry) else torch.empty(tensor.shape, dtype=dtype, device="cpu")

@@ -21,6 +21,8 @@ from hpctrain.errors import CheckpointError
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
 
+WEIGHTS = "model/"  # what the names of a model's parameters begin with
+
 
 @dataclass(frozen=True)
 class Held:

@@ -1,4 +1,4 @@
-"""``hpctrain ckpt``: look into checkpoints."""
+"""``hpctrain ckpt``: look into checkpoints, and bring weights in and out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpctrain.cli import hub
 from hpctrain.cli.options import AsJson
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True)
+app.command("export")(hub.export)
+app.command("import")(hub.bring)
 
 LINE = 100
 WIDE = 1000
@@ -22,7 +25,7 @@ WIDE = 1000
 
 @app.callback()
 def _ckpt() -> None:
-    """Look into checkpoints."""
+    """Look into checkpoints, and bring weights in and out."""
 
 
 @app.command("inspect")

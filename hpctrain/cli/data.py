@@ -42,14 +42,15 @@ def prepare(
 
     request = Request(tuple(source), tokenizer, pattern, json_key, eod, on_error)
     with World.join() as world:
-        group = _group(world)
+        group = group_of(world)
         made = prepare_shown(request, out, group, sys.stderr)
         group.close()
         if world.leads:
             print(made.text() if json else _told(made, out), end="")
 
 
-def _group(world: World) -> Group:
+def group_of(world: World) -> Group:
+    """All ranks as a group; one alone needs no MPI."""
     from hpctrain.comm.group import SoloGroup
 
     if world.comm is None:

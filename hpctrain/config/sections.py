@@ -54,19 +54,22 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
-    family: Literal["gpt2", "llama"] = "gpt2"
+    family: Literal["gpt2", "llama", "qwen2", "qwen3"] = "gpt2"
     """``gpt2``: learned positions, LayerNorm, GELU, biases, tied embeddings. ``llama``: rotary positions, RMSNorm,
-    SwiGLU, no biases."""
+    SwiGLU, no biases. ``qwen2``: the same with biases of queries, keys and values. ``qwen3``: with norms of each head
+    of queries and keys instead."""
     layers: int = Field(4, ge=1)
     """Transformer blocks."""
     width: int = Field(256, ge=1)
     """Size of a token's hidden state."""
     heads: int = Field(4, ge=1)
-    """Attention heads; each has width / heads dimensions."""
+    """Attention heads."""
+    head_dim: int | None = Field(None, ge=1)
+    """Dimensions of each head; width / heads when not given."""
     kv_heads: int | None = Field(None, ge=1)
     """Heads of keys and values, shared by heads / kv_heads query heads each; as many as ``heads`` when not given."""
     mlp_width: int | None = Field(None, ge=1)
-    """Hidden size of the feed-forward part; 4 x width for gpt2, 8/3 x width rounded up to 64 for llama."""
+    """Hidden size of the feed-forward part; 4 x width for gpt2, 8/3 x width rounded up to 64 for others."""
     sequence: int = Field(256, ge=1)
     """Tokens in a sample."""
     vocabulary: int | Auto = "auto"
@@ -76,7 +79,10 @@ class ModelConfig(Section):
     tied: bool | None = None
     """Whether the output shares the embedding's weight; the family's habit when not given."""
     rope_base: float = Field(10000.0, gt=0)
-    """Base of the rotary frequencies (llama)."""
+    """Base of the rotary frequencies."""
+    rope_scaling: tuple[float, ...] | None = Field(None, strict=False, min_length=4, max_length=4)
+    """How slow rotary frequencies are stretched, as in Llama 3.1, for samples longer than those trained on before:
+    factor, low and high frequency factor, and that former length, e.g. ``[8, 1, 4, 8192]``."""
     norm_epsilon: float = Field(1e-5, gt=0)
     """Added under the root of a norm."""
     init_std: float = Field(0.02, gt=0)
@@ -84,7 +90,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
-        _check_divides(self, "heads", "width", "each head gets width / heads dimensions")
+        if self.head_dim is None:
+            _check_divides(self, "heads", "width", "each head gets width / heads dimensions")
         _check_divides(self, "kv_heads", "heads", "each key-value head serves equally many heads")
         return self
 
@@ -278,6 +285,9 @@ class CheckpointConfig(Section):
     """Steps between two saves; 0 for only the last one."""
     keep: int = Field(2, ge=1)
     """How many of the newest checkpoints stay."""
+    start_from: str | None = None
+    """A checkpoint, or a folder with some, whose weights a new run starts with, at step 0; for instance an imported
+    one. Nothing else of it is taken, and once the run has a checkpoint of its own, it goes on from that."""
     writer: Literal["auto", "mpio", "direct"] = "auto"
     """``mpio``: writes through parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
     ``auto`` takes ``direct``, which needs no parallel HDF5."""

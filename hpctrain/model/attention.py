@@ -5,6 +5,7 @@ Dims: B samples, T tokens, D width, H heads (of queries, or of keys and values),
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.model.frame import Frame
-from hpctrain.model.parts import Gather, Spread, fan, norm
+from hpctrain.model.parts import Gather, Spread, fan, head_norm, norm
 from hpctrain.plan.weights import ModelShape
 
 
@@ -22,19 +23,22 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.rope_base = shape.rope_base if shape.positions == "rotary" else None
+        self.rope = (shape.rope_base, shape.rope_scaling) if shape.positions == "rotary" else None
         self.norm, self.fan = norm(shape), fan
         self.core = Core()
-        self.query = Spread(shape.width, shape.heads * shape.head_dim, shape.bias)
-        self.key = Spread(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
-        self.value = Spread(shape.width, shape.kv_heads * shape.head_dim, shape.bias)
-        self.out = Gather(shape.heads * shape.head_dim, shape.width, shape.bias)
+        self.query = Spread(shape.width, shape.heads * shape.head_dim, "query" in shape.bias)
+        self.key = Spread(shape.width, shape.kv_heads * shape.head_dim, "key" in shape.bias)
+        self.value = Spread(shape.width, shape.kv_heads * shape.head_dim, "value" in shape.bias)
+        self.query_norm, self.key_norm = head_norm(shape), head_norm(shape)
+        self.out = Gather(shape.heads * shape.head_dim, shape.width, "out" in shape.bias)
 
     def forward(self, x_BTD: Tensor, frame: Frame) -> Tensor:
         parts = self.fan(self.norm(x_BTD), (self.query, self.key, self.value), frame.tokens)
         q_BTHE, k_BTHE, v_BTHE = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.rope_base is not None:
-            q_BTHE, k_BTHE = rotate(q_BTHE, self.rope_base), rotate(k_BTHE, self.rope_base)
+        if self.query_norm is not None:
+            q_BTHE, k_BTHE = self.query_norm(q_BTHE), self.key_norm(k_BTHE)
+        if self.rope is not None:
+            q_BTHE, k_BTHE = rotate(q_BTHE, *self.rope), rotate(k_BTHE, *self.rope)
         return self.out(self.core(q_BTHE, k_BTHE, v_BTHE, frame.allowed))
 
 
@@ -64,23 +68,40 @@ def within_documents(documents_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return allowed_BTT.masked_fill_(same_BTT.tril_().logical_not_(), -torch.inf)[:, None]
 
 
-def rotate(x_BTHE: Tensor, base: float) -> Tensor:
+Scaling = tuple[float, ...]
+"""``model.rope_scaling``: factor, low and high frequency factor, former length."""
+
+
+def rotate(x_BTHE: Tensor, base: float, scaling: Scaling | None = None) -> Tensor:
     """Turn each pair of dimensions by an angle that grows with the token's position (Su 2021, RoFormer).
 
     Dimension i is paired with i + E/2, as in Llama checkpoints of Hugging Face.
     """
     wide = torch.promote_types(x_BTHE.dtype, torch.float32)
-    cos_TE, sin_TE = turns(x_BTHE.shape[1], x_BTHE.shape[3] // 2, base, wide, x_BTHE.device)
+    cos_TE, sin_TE = turns(x_BTHE.shape[1], x_BTHE.shape[3] // 2, base, scaling, wide, x_BTHE.device)
     return _Rotate.apply(x_BTHE.to(wide), cos_TE[:, None], sin_TE[:, None]).to(x_BTHE.dtype)
 
 
 @lru_cache(maxsize=16)
-def turns(length: int, pairs: int, base: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def turns(
+    length: int, pairs: int, base: float, scaling: Scaling | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angle for each pair, worked out in fp64. Kept: do not write into them."""
     positions = torch.arange(length, dtype=torch.float64, device=device)
     frequencies = base ** (-torch.arange(pairs, dtype=torch.float64, device=device) / pairs)
-    angles = positions[:, None] * frequencies
+    angles = positions[:, None] * (frequencies if scaling is None else stretched(frequencies, scaling))
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def stretched(frequencies: Tensor, scaling: Scaling) -> Tensor:
+    """Frequencies of few turns in the former length divided by the factor, those of many kept, a slope between them.
+
+    "Few" and "many" turns are the low and the high frequency factor (Dubey 2024, The Llama 3 Herd of Models, and the
+    code published with Llama 3.1).
+    """
+    factor, low, high, length = scaling
+    kept = ((length * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 class _Rotate(torch.autograd.Function):

@@ -36,8 +36,8 @@ class GeluMlp(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.norm, self.fan = norm(shape), fan
-        self.up = Spread(shape.width, shape.mlp_width, shape.bias)
-        self.down = Gather(shape.mlp_width, shape.width, shape.bias)
+        self.up = Spread(shape.width, shape.mlp_width, "up" in shape.bias)
+        self.down = Gather(shape.mlp_width, shape.width, "down" in shape.bias)
 
     def forward(self, x_BTD: Tensor, frame: Frame) -> Tensor:
         (up_BTM,) = self.fan(self.norm(x_BTD), (self.up,), frame.tokens)
@@ -50,9 +50,9 @@ class SwigluMlp(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.norm, self.fan = norm(shape), fan
-        self.gate = Spread(shape.width, shape.mlp_width, shape.bias)
-        self.up = Spread(shape.width, shape.mlp_width, shape.bias)
-        self.down = Gather(shape.mlp_width, shape.width, shape.bias)
+        self.gate = Spread(shape.width, shape.mlp_width, "gate" in shape.bias)
+        self.up = Spread(shape.width, shape.mlp_width, "up" in shape.bias)
+        self.down = Gather(shape.mlp_width, shape.width, "down" in shape.bias)
 
     def forward(self, x_BTD: Tensor, frame: Frame) -> Tensor:
         gate_BTM, up_BTM = self.fan(self.norm(x_BTD), (self.gate, self.up), frame.tokens)

@@ -27,6 +27,11 @@ def norm(shape: ModelShape) -> Norm:
     return Norm(shape.norm, shape.width, shape.norm_epsilon)
 
 
+def head_norm(shape: ModelShape) -> HeadNorm | None:
+    """The norm of each head, where this family has one."""
+    return HeadNorm(shape.norm, shape.head_dim, shape.norm_epsilon) if shape.head_norm else None
+
+
 def fan(x_BTD: Tensor, maps: Sequence[nn.Module], tokens: Tokens) -> tuple[Tensor, ...]:
     """What each of the maps makes of one input: ``[B, T, out]``, for all tokens of the micro-batch."""
     return tuple(one(x_BTD) for one in maps)
@@ -43,6 +48,10 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return normalise(x, self.weight, self.bias, self.epsilon)
+
+
+class HeadNorm(Norm):
+    """A norm over the dimensions of each head, with the same weights for all heads."""
 
 
 def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:

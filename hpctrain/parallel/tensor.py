@@ -7,7 +7,7 @@ cost a part of their memory and time. Losses, gradients and dropped elements are
 
 What every rank has whole needs no care without ``sequence``: all ranks make the same gradient, bit for bit. With it a
 rank sees a part of the tokens, so the gradients of norms and of learned positions are summed over the group, and every
-rank has the same sum.
+rank has the same sum. So are, always, those of norms of heads, of which a rank sees its own alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.errors import PlanError, ShapeError
 from hpctrain.model.attention import Attention
 from hpctrain.model.blocks import MLPS
-from hpctrain.model.parts import Gather, Norm, Spread, normalise
+from hpctrain.model.parts import Gather, HeadNorm, Norm, Spread, normalise
 from hpctrain.model.transformer import Embed, Head, Transformer
 from hpctrain.parallel import vocabulary
 from hpctrain.parallel.linear import ColumnLinear, Region, RowLinear, fan
@@ -60,7 +60,7 @@ def own(whole: Tensor, box: Box) -> Tensor:
 
 
 class SequenceNorm(Norm):
-    """A norm of this rank's tokens; its weights are every rank's, and their gradients are summed over the group."""
+    """A norm of this rank's tokens or heads; its weights are every rank's, their gradients summed over the group."""
 
     def __init__(self, kind: str, width: int, epsilon: float, group: Group) -> None:
         super().__init__(kind, width, epsilon)
@@ -104,6 +104,10 @@ def _norm(part: Norm, region: Region, copies: Group) -> None:
         part.__class__, part.region = SequenceNorm, region
 
 
+def _head_norm(part: HeadNorm, region: Region, copies: Group) -> None:
+    part.__class__, part.region = SequenceNorm, region
+
+
 def _embed(part: Embed, region: Region, copies: Group) -> None:
     part.lookup = partial(vocabulary.lookup, region=region, vocabulary=part.vocabulary)
     if region.sequence:
@@ -131,6 +135,7 @@ PARTS: dict[type, Callable[..., None]] = {
     **dict.fromkeys(MLPS.values(), _mlp),
     Gather: _row,
     Norm: _norm,
+    HeadNorm: _head_norm,
     Head: _head,
 }
 

@@ -10,14 +10,14 @@ Matrices are kept so that cutting dim 0 is what tensor parallelism wants, and ea
 * a matrix whose inputs are cut (attention's out, down) is ``[in, out]`` and used as ``x @ w``.
 
 The dims have names, so that a rule can say "heads are cut over tp" once for all weights: ``vocabulary``, ``width``,
-``sequence``, ``mlp``, and ``heads`` and ``kv_heads``, which count heads x head_dim rows.
+``sequence``, ``mlp``, ``head_dim``, and ``heads`` and ``kv_heads``, which count heads x head_dim rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.config import ModelConfig
 from hpctrain.errors import ConfigError
@@ -30,14 +30,20 @@ class Family:
     norm: str  # a key of NORMS
     positions: str  # "learned": a table added to the embedding; "rotary": queries and keys are turned
     mlp: str  # a key of MLPS
-    bias: bool  # whether linear maps have a bias
+    bias: tuple[str, ...]  # the linear maps that have a bias
+    head_norm: bool  # whether each head of queries and of keys is normed
     tied: bool  # whether the head uses the embedding's weight
     mlp_ratio: tuple[int, int, int]  # mlp_width = numerator/denominator x width, rounded up to a multiple
 
 
+QKV = ("query", "key", "value")
+GPT2 = Family("layer", "learned", "gelu", (*QKV, "out", "up", "down"), head_norm=False, tied=True, mlp_ratio=(4, 1, 1))
+LLAMA = Family("rms", "rotary", "swiglu", (), head_norm=False, tied=False, mlp_ratio=(8, 3, 64))
 FAMILIES = {
-    "gpt2": Family(norm="layer", positions="learned", mlp="gelu", bias=True, tied=True, mlp_ratio=(4, 1, 1)),
-    "llama": Family(norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False, mlp_ratio=(8, 3, 64)),
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen2": replace(LLAMA, bias=QKV),
+    "qwen3": replace(LLAMA, head_norm=True),
 }
 NORMS = {"layer": ("weight", "bias"), "rms": ("weight",)}  # kind -> its vectors
 MLPS = {"gelu": ("up",), "swiglu": ("gate", "up")}  # kind -> the matrices before its activation
@@ -51,16 +57,19 @@ class ModelShape:
     width: int
     heads: int
     kv_heads: int
+    head_dim: int
     mlp_width: int
     sequence: int
     vocabulary: int
     norm: str
     positions: str
     mlp: str
-    bias: bool
+    bias: tuple[str, ...]
+    head_norm: bool
     tied: bool
     dropout: float
     rope_base: float
+    rope_scaling: tuple[float, ...] | None
     norm_epsilon: float
     init_std: float
 
@@ -73,6 +82,7 @@ class ModelShape:
             width=config.width,
             heads=config.heads,
             kv_heads=config.kv_heads or config.heads,
+            head_dim=config.head_dim or config.width // config.heads,
             mlp_width=config.mlp_width or _mlp_width(config.width, *habits.mlp_ratio),
             sequence=config.sequence,
             vocabulary=vocabulary if config.vocabulary == "auto" else config.vocabulary,
@@ -80,19 +90,16 @@ class ModelShape:
             positions=habits.positions,
             mlp=habits.mlp,
             bias=habits.bias,
+            head_norm=habits.head_norm,
             tied=habits.tied if config.tied is None else config.tied,
             dropout=config.dropout,
             rope_base=config.rope_base,
+            rope_scaling=config.rope_scaling,
             norm_epsilon=config.norm_epsilon,
             init_std=config.init_std,
         )
         _check(shape, vocabulary)
         return shape
-
-    @property
-    def head_dim(self) -> int:
-        """Dimensions of one attention head."""
-        return self.width // self.heads
 
 
 @dataclass(frozen=True)
@@ -134,12 +141,12 @@ def flops_per_token(shape: ModelShape) -> int:
     """Model FLOPs to train on one token: forward and backward, without recomputation.
 
     Each element of a matrix that multiplies takes 2 FLOPs forward and 4 backward; the head counts also when tied,
-    the lookup of embeddings does not. Attention's two products take 12 x layers x width x sequence, with every token
-    seeing the whole sequence: by convention (PaLM, appendix B) the causal mask's saving is not subtracted.
+    the lookup of embeddings does not. Attention's two products take 12 x layers x heads x head_dim x sequence, every
+    token seeing the whole sequence: by convention (PaLM, appendix B) the causal mask's saving is not subtracted.
     """
     matrices = sum(w.size for layer in range(shape.layers) for w in block(shape, layer) if len(w.shape) == 2)
     head = shape.vocabulary * shape.width
-    return 6 * (matrices + head) + 12 * shape.layers * shape.width * shape.sequence
+    return 6 * (matrices + head) + 12 * shape.layers * shape.heads * shape.head_dim * shape.sequence
 
 
 def block(shape: ModelShape, layer: int) -> Iterator[Weight]:
@@ -147,14 +154,16 @@ def block(shape: ModelShape, layer: int) -> Iterator[Weight]:
     attention, mlp = f"blocks.{layer}.attention", f"blocks.{layer}.mlp"
     residual_std = shape.init_std / math.sqrt(2 * shape.layers)  # 2 x layers branches add up to one variance (GPT-2)
     yield from _norm(shape, f"{attention}.norm")
-    yield from _spread(shape, f"{attention}.query", "heads")
-    yield from _spread(shape, f"{attention}.key", "kv_heads")
-    yield from _spread(shape, f"{attention}.value", "kv_heads")
-    yield from _gather(shape, f"{attention}.out", "heads", residual_std)
+    yield from _spread(shape, attention, "query", "heads")
+    yield from _spread(shape, attention, "key", "kv_heads")
+    yield from _spread(shape, attention, "value", "kv_heads")
+    for name in ("query_norm", "key_norm") if shape.head_norm else ():
+        yield from _norm(shape, f"{attention}.{name}", "head_dim")
+    yield from _gather(shape, attention, "out", "heads", residual_std)
     yield from _norm(shape, f"{mlp}.norm")
     for name in MLPS[shape.mlp]:
-        yield from _spread(shape, f"{mlp}.{name}", "mlp")
-    yield from _gather(shape, f"{mlp}.down", "mlp", residual_std)
+        yield from _spread(shape, mlp, name, "mlp")
+    yield from _gather(shape, mlp, "down", "mlp", residual_std)
 
 
 def _embed(shape: ModelShape) -> Iterator[Weight]:
@@ -169,23 +178,23 @@ def _head(shape: ModelShape) -> Iterator[Weight]:
         yield _weight(shape, "head.logits.weight", ("vocabulary", "width"), std=shape.init_std)
 
 
-def _norm(shape: ModelShape, name: str) -> Iterator[Weight]:
+def _norm(shape: ModelShape, name: str, dim: str = "width") -> Iterator[Weight]:
     for vector in NORMS[shape.norm]:
-        yield _weight(shape, f"{name}.{vector}", ("width",), mean=1.0 if vector == "weight" else 0.0)
+        yield _weight(shape, f"{name}.{vector}", (dim,), mean=1.0 if vector == "weight" else 0.0)
 
 
-def _spread(shape: ModelShape, name: str, dim: str) -> Iterator[Weight]:
+def _spread(shape: ModelShape, part: str, name: str, dim: str) -> Iterator[Weight]:
     """A linear map from the width to a dim that may be cut: its matrix is ``[out, in]``."""
-    yield _weight(shape, f"{name}.weight", (dim, "width"), std=shape.init_std)
-    if shape.bias:
-        yield _weight(shape, f"{name}.bias", (dim,))
+    yield _weight(shape, f"{part}.{name}.weight", (dim, "width"), std=shape.init_std)
+    if name in shape.bias:
+        yield _weight(shape, f"{part}.{name}.bias", (dim,))
 
 
-def _gather(shape: ModelShape, name: str, dim: str, std: float) -> Iterator[Weight]:
+def _gather(shape: ModelShape, part: str, name: str, dim: str, std: float) -> Iterator[Weight]:
     """A linear map from a dim that may be cut back to the width: its matrix is ``[in, out]``."""
-    yield _weight(shape, f"{name}.weight", (dim, "width"), std=std)
-    if shape.bias:
-        yield _weight(shape, f"{name}.bias", ("width",))
+    yield _weight(shape, f"{part}.{name}.weight", (dim, "width"), std=std)
+    if name in shape.bias:
+        yield _weight(shape, f"{part}.{name}.bias", ("width",))
 
 
 def _weight(shape: ModelShape, name: str, dims: tuple[str, ...], mean: float = 0.0, std: float = 0.0) -> Weight:
@@ -194,6 +203,7 @@ def _weight(shape: ModelShape, name: str, dims: tuple[str, ...], mean: float = 0
         "width": shape.width,
         "sequence": shape.sequence,
         "mlp": shape.mlp_width,
+        "head_dim": shape.head_dim,
         "heads": shape.heads * shape.head_dim,
         "kv_heads": shape.kv_heads * shape.head_dim,
     }
@@ -213,7 +223,7 @@ def _check(shape: ModelShape, vocabulary: int) -> None:
         )
     if shape.positions == "rotary" and shape.head_dim % 2:
         raise ConfigError(
-            f"model.width / model.heads = {shape.head_dim} is odd",
+            f"model.head_dim, or model.width / model.heads, = {shape.head_dim} is odd",
             "rotary positions turn the dimensions of a head in pairs",
-            "choose a width that is an even multiple of model.heads",
+            "choose a width that is an even multiple of model.heads, or an even model.head_dim",
         )

@@ -29,6 +29,7 @@ CASES = {
     "gpt2": Case(dict(family="gpt2", dropout=0.2, kv_heads=2), documents=True, terms=dict(smoothing=0.1)),
     "gpt2, tokens whole": Case(dict(family="gpt2", tied=False), sequence=False, terms=dict(z_loss=0.01)),
     "llama": Case(dict(family="llama", kv_heads=1, mlp_width=37), recompute="full"),
+    "qwen3": Case(dict(family="qwen3", kv_heads=2, head_dim=6)),
     "llama, tokens whole": Case(dict(family="llama", kv_heads=2, tied=True, dropout=0.2), sequence=False),
 }
 

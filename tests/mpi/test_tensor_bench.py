@@ -15,7 +15,7 @@ from hpctrain.config import Config, parse
 pytestmark = pytest.mark.mpi(min_size=4)
 
 KNOBS = ("layers=2", "width=32", "heads=4", "sequence=16", "vocabulary=64")
-FAMILIES = {"gpt2": ("family=gpt2",), "llama": ("family=llama", "kv_heads=2")}
+FAMILIES = {"gpt2": ("family=gpt2",), "llama": ("family=llama", "kv_heads=2"), "qwen2": ("family=qwen2",)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

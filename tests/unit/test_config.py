@@ -236,6 +236,10 @@ def test_heads_must_divide_the_width() -> None:
     ]
 
 
+def test_heads_of_dimensions_of_their_own_need_not_divide_the_width() -> None:
+    assert parse({"model": {"width": 96, "heads": 5, "head_dim": 20}}).model.head_dim == 20
+
+
 def test_key_value_heads_must_divide_the_heads() -> None:
     assert refused({"model": {"width": 96, "heads": 6, "kv_heads": 12}}) == [
         "model.kv_heads = 12 does not divide model.heads = 6",

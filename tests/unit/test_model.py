@@ -25,6 +25,8 @@ SHAPES = [
     dict(family="llama", kv_heads=2),
     dict(family="gpt2", kv_heads=1, tied=False),
     dict(family="llama", tied=True, mlp_width=40),
+    dict(family="qwen2", kv_heads=2),
+    dict(family="qwen3", kv_heads=2, head_dim=6, rope_scaling=(4, 1, 4, 6)),
 ]
 every_shape = pytest.mark.parametrize("knobs", SHAPES, ids=lambda knobs: "-".join(str(v) for v in knobs.values()))
 every_family = pytest.mark.parametrize("knobs", [dict(family=family) for family in FAMILIES], ids=list(FAMILIES))

@@ -17,12 +17,12 @@ import pytest
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import DataConfig, SourceConfig
 from hpctrain.data import prepare as preparing
-from hpctrain.data import progress
 from hpctrain.data.prepare import Request, prepare, ready
 from hpctrain.data.progress import shown
 from hpctrain.data.tokenizer import beside, train
 from hpctrain.data.tokens import Tokens, describe
 from hpctrain.errors import ConfigError, DataError
+from hpctrain.watch import progress
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ from hpctrain.plan.layout import Box
 from hpctrain.plan.mesh import Mesh
 from tests.support.tensors import Answers, Case, boxes, difference, distance, run
 
-GPT2, LLAMA = dict(family="gpt2"), dict(family="llama")
+GPT2, LLAMA, QWEN3 = (dict(family=family) for family in ("gpt2", "llama", "qwen3"))
 SMOOTH, Z = dict(smoothing=0.1), dict(z_loss=0.01)
 
 CASES = {
@@ -36,6 +36,9 @@ CASES = {
     "documents, tokens whole": Case(LLAMA | dict(tied=True, dropout=0.2), sequence=False, documents=True, terms=Z),
     "untied": Case(GPT2 | dict(tied=False, kv_heads=2), terms=SMOOTH | Z, documents=True, sequence=False),
     "tied": Case(LLAMA | dict(tied=True, kv_heads=1, dropout=0.2), terms=SMOOTH),
+    "biases of queries, keys and values": Case(dict(family="qwen2", kv_heads=2)),
+    "norms of heads": Case(QWEN3 | dict(kv_heads=2, head_dim=6, dropout=0.2)),
+    "norms of heads, tokens whole": Case(QWEN3 | dict(kv_heads=1, rope_scaling=(4, 1, 4, 6)), sequence=False),
     "odd mlp": Case(LLAMA | dict(mlp_width=37), terms=SMOOTH),
     "odd mlp with biases": Case(GPT2 | dict(mlp_width=41, dropout=0.2), rows=1),
     "fewer tokens than ranks": Case(LLAMA | dict(sequence=3, dropout=0.2), rows=1),
@@ -99,7 +102,7 @@ def test_short_formats_are_no_further_from_the_truth_than_on_one_rank(
 
 
 @pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("knobs", [GPT2 | dict(kv_heads=1, tied=False), LLAMA], ids=str)
+@pytest.mark.parametrize("knobs", [GPT2 | dict(kv_heads=1, tied=False), LLAMA, QWEN3], ids=str)
 def test_what_every_rank_has_whole_has_bit_for_bit_one_gradient(knobs: dict, sequence: bool) -> None:
     case = Case(knobs, sequence, dtype=torch.float32)
     layouts, found = rules.layouts(case.shape, "float32"), answers(case, 4)

@@ -27,6 +27,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         family=draw(st.sampled_from(sorted(FAMILIES))),
         layers=draw(st.integers(1, 4)),
         width=kv_heads * repeats * half * 2,
+        head_dim=draw(st.sampled_from([None, 2, 6])),
         heads=kv_heads * repeats,
         kv_heads=draw(st.sampled_from([None, kv_heads])),
         mlp_width=draw(st.none() | st.integers(1, 50)),
@@ -42,6 +43,28 @@ def test_gpt2_has_the_parameters_of_the_published_model():
 
 def test_llama_8b_has_the_parameters_of_the_published_model():
     assert parameters(ModelShape.of(LLAMA_8B, 128256)) == 8_030_261_248
+
+
+QWEN2 = ModelConfig(family="qwen2", layers=28, width=3584, heads=28, kv_heads=4, mlp_width=18944, sequence=32768)
+QWEN3 = ModelConfig(
+    family="qwen3", layers=28, width=1024, heads=16, head_dim=128, kv_heads=8, mlp_width=3072, tied=True, sequence=40960
+)
+
+
+def test_qwen_2_7b_and_qwen_3_0_6b_have_the_parameters_of_the_published_models():
+    assert parameters(ModelShape.of(QWEN2, 152064)) == 7_615_616_512
+    assert parameters(ModelShape.of(QWEN3, 151936)) == 596_049_920
+
+
+def test_heads_may_have_dimensions_of_their_own_number():
+    size = {w.name: w.shape for w in weights(ModelShape.of(QWEN3, 300))}
+    assert size["blocks.0.attention.query.weight"] == size["blocks.0.attention.out.weight"] == (2048, 1024)
+    assert size["blocks.0.attention.key_norm.weight"] == (128,)
+    assert (
+        flops_per_token(ModelShape.of(QWEN3, 300))
+        - 6 * sum(w.size for w in weights(ModelShape.of(QWEN3, 300)) if len(w.shape) == 2)
+        == 12 * 28 * 2048 * 40960
+    )
 
 
 def test_what_a_configuration_leaves_open_is_filled_by_the_habit_of_its_family():
@@ -116,7 +139,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_with_its_mend():
 
 
 def test_rotary_heads_of_an_odd_size_are_refused_with_their_mend():
-    with pytest.raises(ConfigError, match=r"model.width / model.heads = 5 is odd") as told:
+    with pytest.raises(ConfigError, match=r"model.width / model.heads, = 5 is odd") as told:
         ModelShape.of(ModelConfig(family="llama", width=20, heads=4), 257)
     assert "even multiple" in told.value.mend
 
