@@ -81,3 +81,15 @@ def test_the_mean_is_over_tokens_however_they_are_dealt_out(grid: tuple[str, ...
     for told, _ in on_threads(config, lambda job: trained(job, 2)):
         for key in ("loss", "norm", "tokens"):
             assert [one[key] for one in told] == pytest.approx([one[key] for one in expected], rel=1e-10)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_many_ranks_that_share_parts_of_products_update_each_element_once(kind: str, zero: int) -> None:
+    """Of eight intervals of a block some end in keys, and more of what lies before these comes behind."""
+    grid = ("parallel.tp=2", "parallel.dp=8", f"parallel.zero={zero}", "train.batch=8")
+    config = toy(f"optim.kind={kind}", *grid)
+    ((expected, _),) = on_threads(alone(config), lambda job: trained(job, 3))
+    for told, _ in on_threads(config, lambda job: trained(job, 3)):
+        for key in ("loss", "norm"):
+            assert [one[key] for one in told] == pytest.approx([one[key] for one in expected], rel=1e-10)
