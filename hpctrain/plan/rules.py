@@ -47,8 +47,8 @@ def check(shape: ModelShape, ranks: int) -> None:
     """Refuse a number of tensor-parallel ranks that does not fit the model, and name those that do."""
     if ranks not in (fit := fitting(shape)):
         raise PlanError(
-            f"parallel.tp = {ranks} does not fit a model of {shape.heads} heads, {shape.kv_heads} of keys and values,"
-            f" and {shape.vocabulary} tokens",
+            f"parallel.tp = {ranks} does not fit a model of {shape.heads} heads, {shape.kv_heads} of keys and values"
+            + f", and {shape.vocabulary} tokens" * (shape.vocabulary < ranks),
             "each rank takes whole heads, as many of keys and values or a copy of one, and a part of the vocabulary",
             f"set parallel.tp to one of {', '.join(map(str, fit))}",
         )
