@@ -69,7 +69,7 @@ def test_the_library_of_the_format_reads_what_is_exported(tmp_path: Path):
     assert len(theirs) == 2 + 2 * 12 + 2
 
 
-@every_model
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_any_number_of_ranks_makes_the_same_files(name: str, tmp_path: Path):
     source = saved(tmp_path / "run", MODELS[name])
 
@@ -82,7 +82,7 @@ def test_any_number_of_ranks_makes_the_same_files(name: str, tmp_path: Path):
     alone = there_and_back(1)
     assert len(alone[0]) > 3
     assert there_and_back(3) == alone
-    assert there_and_back(50) == alone  # more than there are tensors
+    assert there_and_back(30) == alone  # more than there are tensors
 
 
 def test_files_end_before_the_size_asked_for_and_the_index_names_every_tensor(tmp_path: Path):
