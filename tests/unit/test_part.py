@@ -1,4 +1,4 @@
-"""A unit of cut parameters on a rank: it owns what the layouts of a checkpoint give it, and an optimizer sees no gaps."""
+"""A unit of cut parameters on a rank: it owns what a checkpoint's layouts give it, and an optimizer sees no gaps."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_after_a_step_nothing_of_it_is_left(schedule: str, monkeypatch: pytest.M
     on_threads(config_of(schedule, 2, 5), lambda job: (step(job), job.runner.evaluate(deck(toy()).part(0, 0, 1))))
     left = {name: getattr(one, name) for one in passes for name in held if isinstance(getattr(one, name), dict | list)}
     left.pop("microbatches")
-    assert len(passes) == 4 and len(left) == 8
+    assert len(passes) == 4 and len(left) == 7
     assert not any(left.values()), left
 
 
