@@ -73,7 +73,7 @@ def test_pipelines_that_sleep_have_a_row_for_each_schedule(comm: MPI.Comm) -> No
 
 
 def test_nobody_sleeps_less_than_nothing(comm: MPI.Comm) -> None:
-    with pytest.raises(PlanError, match="a cost of -0.1 for weight\n  nothing ends before it begins"):
+    with pytest.raises(PlanError, match="a cost of -0.1 for weight"):
         Scene.sleeping((0.1, 0.1, -0.1), 1, World.of(comm))
 
 
