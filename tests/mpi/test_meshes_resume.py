@@ -25,15 +25,14 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp 4": (4, ("parallel.pp=4", "parallel.schedule=zb-h1")),
     "pp 2, interleaved": (2, (PP2, "parallel.schedule=interleaved")),
     "pp 2, folded, zero 3": (4, (PP2, "parallel.schedule=zb-v", DP2, "parallel.zero=3")),
-    "pp 2, uneven": (2, (PP2, "parallel.layers_per_stage=[1,3]")),
     "pp 2 x tp 2": (4, (PP2, TP2)),
-    "pp 2 x dp 2, zero 2": (4, (PP2, DP2, "parallel.zero=2")),
+    "pp 2 x dp 2, zero 2": (4, (PP2, DP2, "parallel.zero=2", "parallel.layers_per_stage=[1,3]")),
     "dp 2 x tp 2, zero 1": (4, (DP2, TP2, "parallel.zero=1")),
     "dp 2 x tp 2, zero 3": (4, (DP2, TP2, "parallel.zero=3")),
 }
 # Odd sizes, so that pieces differ, and weights of 4096 elements and more, of which the 8-bit optimizer keeps codes.
 MODEL = ("model.family=llama", "model.kv_heads=2", "model.tied=true", "model.layers=4", "model.width=32")
-SIZES = ("model.mlp_width=85", "precision.compute=fp64", "train.batch=4", "train.microbatch=1", "optim.rate=1e-3",
+SIZES = ("model.mlp_width=85", "precision.compute=fp64", "train.batch=4", "train.microbatch=2", "optim.rate=1e-3",
          "log.peak_tflops=1")  # fmt: skip
 
 

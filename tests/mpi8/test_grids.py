@@ -80,7 +80,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "adamw8bit"])
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
 def test_a_run_goes_through_meshes_of_eight_ranks_one_after_the_other(
     kind: str, comm: MPI.Comm, folder: Path, tmp_path: Path
 ) -> None:

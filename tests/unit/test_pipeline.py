@@ -40,7 +40,7 @@ def step(job: Job) -> tuple[float, int, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("schedule", EVERY)
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 9])
 def test_any_number_of_micro_batches_goes_through_as_on_one_rank(schedule: str, microbatches: int) -> None:
     config = config_of(schedule, 4, microbatches)
     ((loss, tokens, expected),) = on_threads(alone(config), step)

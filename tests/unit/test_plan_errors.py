@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config import parse
@@ -140,12 +140,13 @@ def test_a_vocabulary_that_is_less_than_the_ranks_is_refused_once_it_is_known() 
     assert caught.value.mend == "set parallel.tp to one of 1, 2, 4"
 
 
+@settings(max_examples=40)
 @given(
     layers=st.integers(1, 100), pp=st.integers(1, 16), chunks=st.integers(1, 4), words=st.sampled_from([50, 300, 50000])
 )
 def test_no_layer_is_lost_however_they_are_cut(layers: int, pp: int, chunks: int, words: int) -> None:
     assume(pp * chunks <= layers)
-    more = ("parallel.schedule=looped-bfs", f"parallel.chunks={chunks}", f"model.layers={layers}")
+    more = ("parallel.schedule=looped-bfs", f"parallel.chunks={chunks}", f"model.layers={layers}", "train.batch=2")
     found, whole = plan(pp, f"parallel.pp={pp}", *more, vocabulary=words), plan(1, f"model.layers={layers}")
     assert [layer for span in found.spans for layer in span.layers] == list(range(layers))
     assert all(len(span.layers) >= 1 for span in found.spans)
