@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hpctrain.config import Config
 from hpctrain.optim.clip import global_norm
 from hpctrain.parallel import pipeline
 from hpctrain.parallel.pipeline import Pass, Runner
@@ -20,7 +21,7 @@ from tests.support.toys import alone, deck, gradients, on_threads, toy
 EVERY = list(SCHEDULES)
 
 
-def config_of(schedule: str, ranks: int, microbatches: int, *more: str):
+def config_of(schedule: str, ranks: int, microbatches: int, *more: str) -> Config:
     """A pipeline with two layers in its first stage and one in the others."""
     stages = ranks * SCHEDULES[schedule].usual_chunks
     return toy(
@@ -42,7 +43,17 @@ def step(job: Job) -> tuple[float, int, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("schedule", EVERY)
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 9])
 def test_any_number_of_micro_batches_goes_through_as_on_one_rank(schedule: str, microbatches: int) -> None:
-    config = config_of(schedule, 4, microbatches)
+    compare(config_of(schedule, 4, microbatches))
+
+
+@pytest.mark.parametrize(("chunks", "group"), [(1, 2), (2, 3), (2, 7), (3, 5)])
+def test_groups_and_chunks_of_any_size_are_as_one_rank(chunks: int, group: int) -> None:
+    own = (f"parallel.chunks={chunks}", f"parallel.group={group}", f"model.layers={2 * chunks}")
+    compare(toy("parallel.pp=2", "parallel.schedule=interleaved", "train.batch=7", *own))
+
+
+def compare(config: Config) -> None:
+    """Loss, tokens and gradients of a step on the ranks of a pipeline with those on one rank."""
     ((loss, tokens, expected),) = on_threads(alone(config), step)
     found = on_threads(config, step)
     assert {name for one in found for name in one[2]} == expected.keys()
