@@ -177,11 +177,9 @@ class Part:
 
     def hide(self) -> None:
         """Take the weights' memory away. Views that a graph saved are whole again when the weights come back."""
-        nothing = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)
+        nothing = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)  # a read finds no numbers
         for slot in self.unit.slots:
-            self.parameters[slot.name].data = nothing.expand(
-                self.boxes[slot.name].shape
-            )  # a read finds NaN, not somebody's memory
+            self.parameters[slot.name].data = nothing.expand(self.boxes[slot.name].shape)
         self.full.untyped_storage().resize_(0)
 
 

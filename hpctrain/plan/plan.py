@@ -130,9 +130,7 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
         mesh=mesh,
         shape=shape,
         dtype=format.master,
-        layouts={
-            s.name: unit.layout(s, stage.axes, format.master) for own in units for unit in own for s in unit.slots
-        },
+        layouts=_layouts(units, stage.axes, format.master),
         spans=parts,
         units=units,
         zero=config.parallel.zero,
