@@ -21,8 +21,8 @@ from hpctrain.plan.states import state_bytes
 from hpctrain.plan.topology import Topology
 from hpctrain.plan.units import PIPE, REPLICA, SHARD, STAGES, Member, Unit, arrange, choose, neighbours, room
 from hpctrain.plan.weights import ModelShape, Weight, parameters
-from hpctrain.schedule.action import Schedule
-from hpctrain.schedule.kinds import make
+from hpctrain.schedule.action import Schedule, accumulate
+from hpctrain.schedule.kinds import find, make
 from hpctrain.schedule.passes import add_messages
 
 UNKNOWN = 1 << 30  # tokens of a tokenizer that is not there yet: enough to be cut over any ranks
@@ -149,9 +149,10 @@ def _layouts(units: Iterable[Iterable[Unit]], axes: tuple[str, ...], dtype: str)
 def pipeline(config: Config, microbatches: int) -> Schedule:
     """What the ranks along ``pp`` do in a step of so many micro-batches, and what they send each other."""
     parallel = config.parallel
-    chunks = 1 if parallel.pp == 1 else parallel.chunks
-    kind = "1f1b" if parallel.pp == 1 else parallel.schedule  # one rank is a pipeline of one stage
-    return add_messages(make(kind, parallel.pp, microbatches, chunks, parallel.group if parallel.pp > 1 else None))
+    find(parallel.schedule)  # told of a mistake also where it does not matter
+    if parallel.pp == 1:
+        return accumulate(microbatches)
+    return add_messages(make(parallel.schedule, parallel.pp, microbatches, parallel.chunks, parallel.group))
 
 
 def cut(found: Iterable[Weight], dtype: str, mesh: Mesh | None = None, alone: Collection[str] = ()) -> tuple[Unit, ...]:
