@@ -130,8 +130,9 @@ def _bound(kind: str, row: Row) -> float:
     told, kept = BOUNDS[row["precision"]]
     if kind in ("loss and norm", "validation loss", "model"):
         return told
-    if row["precision"] == "fp32" and (row.get("states") == "bf16" or row["optimizer"] in ROUNDED):
+    in_bf16 = row.get("states") == "bf16" or row["optimizer"] == "adamw in bf16"
+    if row["precision"] == "fp32" and (in_bf16 or row["optimizer"] in ROUNDED):
         return ROUNDED_STATES
-    if row["precision"] == "fp16" and row["optimizer"] == "adamw in bf16" and kind.startswith("optim"):
+    if row["precision"] == "fp16" and in_bf16 and kind.startswith("optim"):
         return 2**-8  # what one rounding of the state itself moves it by
     return max(kept, CODES) if kind.endswith("_code") and row["precision"] not in ("fp64", "fp32") else kept
