@@ -274,6 +274,21 @@ class CheckpointConfig(Section):
     """Steps between two saves; 0 for only the last one."""
     keep: int = Field(2, ge=1)
     """How many of the newest checkpoints stay."""
+    keep_every: int = Field(0, ge=0)
+    """Those of every so many steps stay for good; 0 for none."""
+    keep_hours: float = Field(0.0, ge=0)
+    """One stays for good every so many hours; 0 for none."""
+    on_full: Literal["stop", "go on"] = "stop"
+    """What a save on a full disk does: ``stop`` ends the run; ``go on`` warns, and the next save tries again. The last
+    save of a run always stops."""
+    verify: bool = True
+    """Whether what is loaded is checked against its checksums; a damaged checkpoint is passed over for an older one."""
+    start: str | None = None
+    """A checkpoint of another run, or its folder, that a run begins from when it has none of its own."""
+    only: tuple[str, ...] = Field(("model/*",), strict=False)
+    """Which of this run's tensors are taken from ``start``, as shell patterns; ``["*"]`` takes the optimizer's too."""
+    rename: dict[str, str] = {}
+    """Names in ``start`` and what they are called here; a ``*`` on each side stands for the same text."""
     writer: Literal["auto", "mpio", "direct"] = "auto"
     """``mpio``: writes through parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
     ``auto`` takes ``direct``, which needs no parallel HDF5."""

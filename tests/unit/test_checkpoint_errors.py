@@ -87,7 +87,8 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path):
         "  model/b: float32 [4] in the file, this run wants bfloat16 [4]\n"
         "  model/d: not in the file, this run wants int64 [9, 2]\n"
         "  optim/c: in the file alone\n"
-        "  start with the configuration it was saved with (hpctrain ckpt inspect shows it), or in another folder"
+        "  start with the configuration it was saved with (hpctrain ckpt inspect shows it), or begin a new run from"
+        f" its weights: another run.name, and checkpoint.start = '{tmp_path}/step-00000001.h5'"
     )
 
 

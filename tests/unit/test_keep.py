@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpctrain.checkpoint import format, keep
@@ -21,7 +22,7 @@ def whole(folder: Path, step: int) -> Path:
     """A whole checkpoint of no tensors."""
     path = folder / keep.file_name(step)
     format.lay_out(path, [], step, {})
-    format.mark_complete(path)
+    format.mark_complete(path, np.empty(0, np.uint64))
     return path
 
 
@@ -53,7 +54,7 @@ def test_other_files_are_left_alone(tmp_path: Path):
     assert newest(tmp_path) is None
     whole(tmp_path, 3)
     keep.sweep(tmp_path, keep.listing(tmp_path))
-    keep.prune(tmp_path, keep.listing(tmp_path), 1, 3)
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), 3)
     assert len(os.listdir(tmp_path)) == 6
     assert newest(tmp_path) == 3
 
@@ -102,7 +103,7 @@ def test_publishing_gives_the_name_moves_the_pointer_and_replaces_an_older_file_
 def test_the_newest_so_many_stay(tmp_path: Path):
     for step in (10, 20, 30, 40):
         whole(tmp_path, step)
-    keep.prune(tmp_path, keep.listing(tmp_path), 2, 40)
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(2), 40)
     assert steps(tmp_path) == [30, 40]
 
 
@@ -110,14 +111,14 @@ def test_a_broken_file_does_not_count_as_one_that_is_kept(tmp_path: Path):
     for step in (10, 20, 40):
         whole(tmp_path, step)
     broken(tmp_path, 30)
-    keep.prune(tmp_path, keep.listing(tmp_path), 2, 40)
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(2), 40)
     assert steps(tmp_path) == [20, 30, 40]
 
 
 def test_what_was_just_saved_stays_though_later_steps_are_there(tmp_path: Path):
     for step in (10, 20, 90):
         whole(tmp_path, step)
-    keep.prune(tmp_path, keep.listing(tmp_path), 1, 20)
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), 20)
     assert steps(tmp_path) == [20, 90]
 
 
