@@ -113,10 +113,12 @@ def _reading(entry: Entry, slot: Slot, state: State, table: int | None) -> Readi
 
 def _batches(readings: Iterator[Reading]) -> Iterator[list[Reading]]:
     batch: list[Reading] = []
+    aside = 0
     for reading in readings:
-        if batch and sum(one.aside for one in batch) + reading.aside > ASIDE_BYTES:
+        aside += reading.aside
+        if batch and aside > ASIDE_BYTES:
             yield batch
-            batch = []
+            batch, aside = [], reading.aside
         batch.append(reading)
     yield batch
 

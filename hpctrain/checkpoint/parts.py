@@ -111,13 +111,15 @@ def _share(slots: Sequence[Slot], group: Group) -> Iterator[list[Part]]:
 def _batches(slots: Sequence[Slot]) -> Iterator[list[Part]]:
     """All parts in the order of the file, with small ones together."""
     batch: list[Part] = []
+    numel = 0
     for slot in sorted(slots, key=lambda slot: slot.offset):
-        numel = prod(slot.shape)
-        for start in range(0, numel, STEP_ELEMENTS):
-            part = Part(slot, start, min(start + STEP_ELEMENTS, numel))
-            if batch and sum(one.numel for one in batch) + part.numel > STEP_ELEMENTS:
+        stop = prod(slot.shape)
+        for start in range(0, stop, STEP_ELEMENTS):
+            part = Part(slot, start, min(start + STEP_ELEMENTS, stop))
+            numel += part.numel
+            if batch and numel > STEP_ELEMENTS:
                 yield batch
-                batch = []
+                batch, numel = [], part.numel
             batch.append(part)
     if batch:
         yield batch
