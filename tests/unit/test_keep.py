@@ -159,3 +159,39 @@ def test_room_is_asked_for_where_the_folder_will_be(tmp_path: Path):
         r"  free space there, give another folder \(run.dir\), or lower checkpoint.keep",
         str(caught.value),
     )
+
+
+def test_steps_that_keep_every_divides_stay_for_good(tmp_path: Path):
+    for step in range(10, 80, 10):
+        whole(tmp_path, step)
+        keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1, every=30), step)
+    assert steps(tmp_path) == [30, 60, 70]
+
+
+def test_one_every_so_many_hours_is_put_on_the_list_and_stays(tmp_path: Path):
+    kept = tmp_path / "kept"
+    for step, hours_since_the_last in ((10, None), (20, 1), (30, 2.5), (40, 0), (50, 2), (60, 0.1)):
+        if hours_since_the_last is not None:
+            os.utime(kept, (time.time() - hours_since_the_last * 3600,) * 2)
+        whole(tmp_path, step)
+        keep.hold(tmp_path, keep.file_name(step), hours=2)
+        keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), step)
+    assert kept.read_text().split() == [keep.file_name(step) for step in (10, 30, 50)]
+    assert steps(tmp_path) == [10, 30, 50, 60]
+
+
+def test_a_name_that_a_person_puts_on_the_list_stays_and_one_taken_off_goes(tmp_path: Path):
+    for step in (10, 20, 30):
+        whole(tmp_path, step)
+    (tmp_path / "kept").write_text("step-00000010.h5\n")
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), 30)
+    assert steps(tmp_path) == [10, 30]
+    (tmp_path / "kept").write_text("")
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), 30)
+    assert steps(tmp_path) == [30]
+
+
+def test_without_hours_no_list_is_made(tmp_path: Path):
+    whole(tmp_path, 10)
+    keep.hold(tmp_path, keep.file_name(10), hours=0)
+    assert os.listdir(tmp_path) == ["step-00000010.h5"]
