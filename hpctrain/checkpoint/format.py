@@ -160,7 +160,7 @@ def read_index(path: Path) -> Index:
         try:
             return _index(path, file)
         except _HDF5_ERRORS as error:
-            raise DamagedError(f"{path} is damaged", f"HDF5: {type(error).__name__}: {error}", _OLDER) from None
+            raise _damaged(path, error) from None
 
 
 def read_attributes(path: Path) -> dict[str, Any]:
@@ -212,7 +212,11 @@ class Shared:
 
 
 _OLDER = "go on from an older checkpoint, or copy it again from where it is whole"
-_HDF5_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError)
+_HDF5_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)  # what h5py makes of damage
+
+
+def _damaged(path: Path, error: Exception) -> DamagedError:
+    return DamagedError(f"{path} is damaged", f"HDF5: {type(error).__name__}: {error}", _OLDER)
 
 
 def _index(path: Path, file: h5py.File) -> Index:
@@ -307,7 +311,10 @@ def _opened(path: Path) -> h5py.File:
         file = h5py.File(path, "r", locking=False)
     except OSError as error:
         raise IncompleteError(f"{path} is incomplete", f"HDF5 cannot open it: {error}", _OLDER) from None
-    told = file.attrs.get("format"), file.attrs.get("version")
+    try:
+        told = file.attrs.get("format"), file.attrs.get("version")
+    except _HDF5_ERRORS as error:
+        raise _damaged(path, error) from None
     if told[0] != FORMAT or told[1] not in READABLE:
         file.close()
         raise CheckpointError(

@@ -108,8 +108,10 @@ def _found(file: Path, group: Group) -> tuple[Path, Index]:
 
 
 def _say(group: Group, report: dict[str, Any], as_json: bool, text: Any) -> None:
+    """Print it once; no rank goes on, and perhaps ends the job with a status, before that."""
     if group.leads:
-        print(json.dumps(report, indent=2) if as_json else text())
+        print(json.dumps(report, indent=2) if as_json else text(), flush=True)
+    group.barrier()
 
 
 def _verified(report: dict[str, Any], tensors: int, index: Index) -> str:

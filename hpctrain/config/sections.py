@@ -279,8 +279,7 @@ class CheckpointConfig(Section):
     keep_hours: float = Field(0.0, ge=0)
     """One stays for good every so many hours; 0 for none."""
     on_full: Literal["stop", "go on"] = "stop"
-    """What a save on a full disk does: ``stop`` ends the run; ``go on`` warns, and the next save tries again. The last
-    save of a run always stops."""
+    """On a full disk ``stop`` ends the run; ``go on`` warns, and the next save tries again. The last save stops."""
     verify: bool = True
     """Whether what is loaded is checked against its checksums; a damaged checkpoint is passed over for an older one."""
     start: str | None = None

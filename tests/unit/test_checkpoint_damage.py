@@ -175,6 +175,14 @@ def test_names_dtypes_and_checksums_are_sealed(whole: Path, tmp_path: Path, chan
         read_index(path)
 
 
+@pytest.mark.parametrize("mark", [b"TREE", b"HEAP", b"SNOD"])
+def test_damage_to_the_structures_of_hdf5_is_told_as_damage(whole: Path, tmp_path: Path, mark: bytes):
+    path = Path(shutil.copy(whole, tmp_path))
+    flipped(path, path.read_bytes().index(mark))
+    with pytest.raises(DamagedError, match=rf"{path} is damaged\n  HDF5: "):
+        read_index(path)
+
+
 def test_a_file_of_the_first_version_loads_and_has_nothing_to_verify(tmp_path: Path):
     path = save(tmp_path, LAYOUTS, MESH)
     with h5py.File(path, "r+") as file:
