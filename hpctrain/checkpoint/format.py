@@ -215,7 +215,10 @@ _OLDER = "go on from an older checkpoint, or copy it again from where it is whol
 _HDF5_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)  # what h5py makes of damage
 
 
-def _damaged(path: Path, error: Exception) -> DamagedError:
+def _damaged(path: Path, error: Exception) -> Exception:
+    """What h5py's error means; one with a number is the system's, such as a failed read, and tells of no damage."""
+    if isinstance(error, OSError) and error.errno:
+        return error
     return DamagedError(f"{path} is damaged", f"HDF5: {type(error).__name__}: {error}", _OLDER)
 
 

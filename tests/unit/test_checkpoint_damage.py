@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -145,6 +146,26 @@ def test_without_verify_what_is_there_is_loaded(whole: Path, tmp_path: Path):
         return states.wrong(state, MESH, rank, 1)
 
     assert each(tmp_path, MESH, act, {"verify": False}) == [["model/small"]] * 3
+
+
+def test_the_seal_is_made_as_the_reference_page_says(tmp_path: Path):
+    layouts = LAYOUTS | {"optim/scale": Layout((), "float32")}
+    with h5py.File(save(tmp_path, layouts, MESH), locking=False) as file:
+        lines = [f"{file.attrs['step']}", file.attrs["attributes"]]
+        for name in sorted(layouts):
+            dims = ", ".join(map(str, file[name].shape))
+            lines.append(f"{name} {file[name].attrs['dtype']} [{dims}] {file[name].attrs['first_checksum']}")
+        told = "\n".join(lines).encode() + file["checksums"][...].astype("<u8").tobytes()
+        assert file.attrs["seal"] == xxhash.xxh3_64_intdigest(told)
+
+
+def test_a_read_that_fails_is_no_damage(whole: Path, monkeypatch):
+    def fail(*rest):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(format, "_seal", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_index(whole)
 
 
 @pytest.mark.parametrize("name", ["step", "attributes", "seal"])
