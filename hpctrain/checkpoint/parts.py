@@ -21,7 +21,7 @@ from hpctrain.plan.layout import ITEMSIZE
 STEP_ELEMENTS = 1 << 23
 
 Tell = Callable[[int, int], None]
-"""Told as work goes on: how much this rank has done, and of how much."""
+"""Told as work goes on: the bytes of this rank's share that are done, and all of them."""
 
 
 def quiet(done: int, total: int) -> None:
@@ -42,6 +42,11 @@ class Part:
         return self.stop - self.start
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.numel * ITEMSIZE[self.slot.dtype]
+
+    @property
     def at(self) -> int:
         """Its first byte's offset in the file."""
         return self.slot.offset + self.start * ITEMSIZE[self.slot.dtype]
@@ -58,11 +63,11 @@ class Part:
 
 def mine(slots: Sequence[Slot], group: Group, tell: Tell = quiet) -> Iterator[list[Part]]:
     """This rank's share of all parts, some at a time; over the ranks of ``group`` every element comes once."""
-    total = sum(part.numel for batch in _share(slots, group) for part in batch)
+    total = sum(part.nbytes for batch in _share(slots, group) for part in batch)
     done = 0
     for batch in _share(slots, group):
         yield batch
-        done += sum(part.numel for part in batch)
+        done += sum(part.nbytes for part in batch)
         tell(done, total)
 
 

@@ -50,7 +50,7 @@ def inspect(
     slots = inside.select(path, index, tensor)
     rows = [asdict(slot) | {"bytes": slot.nbytes} for slot in slots]
     if stats:
-        with bar("read", True) as tell:
+        with bar("read") as tell:
             found = inside.all_stats(path, slots, tell)
         rows = [row | asdict(one) for row, one in zip(rows, found, strict=True)]
     report = {"file": str(path), "step": index.step, "attributes": index.attributes, "tensors": rows}

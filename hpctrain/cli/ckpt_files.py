@@ -26,9 +26,9 @@ def verify(file: File, as_json: AsJson = False) -> None:
     """Read a whole checkpoint and compare it with its checksums. Exit status 1 where a byte is damaged."""
     from hpctrain.checkpoint.verify import verify as run
 
-    with _ranks() as group:
+    with ranks() as group:
         path, index = _found(file, group)
-        with bar("verify", group.leads) as tell:
+        with bar("verify", group.leads, group.size) as tell:
             damages = run(path, index, group, tell)
         report = {"file": str(path), "step": index.step, "whole": not damages, "damages": [asdict(d) for d in damages]}
         _say(group, report, as_json, lambda: _verified(report, len(index.slots), index))
@@ -44,9 +44,9 @@ def diff(
     """Say how two checkpoints differ, tensor by tensor. Exit status 1 where they do."""
     from hpctrain.checkpoint.diff import diff as run
 
-    with _ranks() as group:
+    with ranks() as group:
         sides = _found(one, group), _found(other, group)
-        with bar("diff", group.leads) as tell:
+        with bar("diff", group.leads, group.size) as tell:
             found = run(*sides, group, tensor, tell)
         steps = {"one": _side(sides[0]), "other": _side(sides[1])}
         report = steps | {"equal": not found, "differences": [asdict(difference) for difference in found]}
@@ -66,9 +66,9 @@ def convert(
     """Write a checkpoint anew: its weights in another dtype, or its weights alone. It is checked as it is read."""
     from hpctrain.checkpoint.convert import convert as run
 
-    with _ranks() as group:
+    with ranks() as group:
         path, index = _found(file, group)
-        with bar("convert", group.leads) as tell:
+        with bar("convert", group.leads, group.size) as tell:
             made = asdict(run(path, index, out, group, dtype, weights_only, tell))
         lost = f"\n{made['overflowed']} numbers were too large for {dtype} and are infinite" * bool(made["overflowed"])
         told = f"made {out}: step {made['step']}, {made['tensors']} tensors, {made['bytes']:,} bytes{lost}"
@@ -76,19 +76,13 @@ def convert(
 
 
 @contextmanager
-def _ranks() -> Iterator[Group]:
+def ranks() -> Iterator[Group]:
     """All ranks that were started; one alone is a group too."""
+    from hpctrain.cli.data import group_of
     from hpctrain.cluster.world import World
 
     with World.join() as world:
-        from hpctrain.comm.group import SoloGroup
-
-        if world.comm is None:
-            yield SoloGroup()
-            return
-        from hpctrain.comm.mpi import MpiGroup
-
-        group = MpiGroup(world.comm)
+        group = group_of(world)
         yield group
         group.close()
 
