@@ -10,7 +10,9 @@
     │   └── LateError                     a rank that did not come in time
     ├── DataError                         text, tokens or their files
     └── CheckpointError                   a checkpoint that cannot be written or read
-        └── IncompleteError               a file whose writing did not end
+        ├── IncompleteError               a file whose writing did not end
+        ├── DamagedError                  a file whose bytes are not those that were written
+        └── FullError                     a disk with too little room
 
 A message has three parts, a line each: what happened (with the key and the value), why, and how to mend it.
 """
@@ -76,3 +78,11 @@ class CheckpointError(HpctrainError):
 
 class IncompleteError(CheckpointError):
     """A checkpoint file whose writing did not come to its end."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint file whose bytes are not those that were written."""
+
+
+class FullError(CheckpointError):
+    """A disk, or a quota, that has too little room for a checkpoint."""

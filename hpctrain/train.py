@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def train(config: Config, world: World) -> int:
     plan = decide(config, world.topology, batches.vocabulary)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
     checkpoint = Checkpoint(config.checkpoint, config.run.folder / "checkpoints", plan.mesh, groups.whole)
-    save = partial(checkpoint.save, state=job.state, attributes={"plan": plan.to_json(), "config": config.model_dump()})
+    about = {"plan": plan.to_json(), "config": config.model_dump()}
 
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new
     with listen(config, world) as asked, open_log(config, start, world) as log:
@@ -69,7 +68,9 @@ def train(config: Config, world: World) -> int:
 
             stop = world.agree(asked()) and step + 1 < config.train.steps  # all ranks stop at the same step
             if stop or step + 1 == config.train.steps or checkpoint.due(step + 1):
-                log.say(f"saved {save(step + 1)}")
+                last = stop or step + 1 == config.train.steps
+                saved = (checkpoint.save if last else checkpoint.save_if_room)(step + 1, job.state, about)
+                log.say(f"saved {saved}" if saved else f"step {step + 1} was not saved, and training goes on")
             if stop:
                 break
     log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
@@ -231,7 +232,7 @@ def greeting(config: Config, plan: Plan, start: int) -> str:
     if start:
         return f"going on from step {start}"
     source = config.checkpoint.start_from
-    return plan.show() if source is None else f"{plan.show()}\nstarting with the weights of {source}"
+    return plan.show() if source is None else f"{plan.show()}\nstarting from {source}"
 
 
 def parting(step: int) -> str:

@@ -6,20 +6,24 @@ Every method but ``due`` is collective: all ranks of the group call it, in the s
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import disk, format, inspect, keep
+import numpy as np
+
+from hpctrain.checkpoint import checksums, disk, format, inspect, keep
+from hpctrain.checkpoint.choice import Choice
 from hpctrain.checkpoint.format import Index, Slot
-from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.load import begin, load
 from hpctrain.checkpoint.ranges import file_order
-from hpctrain.checkpoint.save import sync_file, writer
-from hpctrain.checkpoint.state import WEIGHTS, Entry, State, agree
+from hpctrain.checkpoint.save import parts, sync_file, writer
+from hpctrain.checkpoint.state import Entry, State, agree
 from hpctrain.checkpoint.together import led
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import DamagedError, FullError
 from hpctrain.plan.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -45,36 +49,59 @@ class Checkpoint:
         entries = agree(state, self.mesh, self.group)
         begun = led(self.group, lambda: self._begin(step, entries, attributes), f"laying out step {step}")
         part, path = Path(begun["part"]), self.folder / keep.file_name(step)
+        slots = Index.from_json(begun["index"]).slots
         try:
-            self._write(part, entries, state, begun["offsets"], self.group, self.config)
-            led(self.group, lambda: self._publish(part, path, step), f"publishing {path}")
+            self._write(part, entries, state, slots, self.group, self.config)
+            count = sum(slot.blocks for slot in slots)
+            sums = checksums.of_ranks(part, parts(entries, state, slots), self.group, count)
+            led(self.group, lambda: self._publish(part, path, step, sums), f"publishing {path}")
         except BaseException:
             self._discard(part)
             raise
         return path
 
-    def resume(self, state: State) -> int:
-        """Fill ``state`` from the newest whole checkpoint and give its step; 0 with none there.
+    def save_if_room(self, step: int, state: State, attributes: dict[str, Any]) -> Path | None:
+        """As ``save``, but on a full disk None, with a line in the log, where the run is to go on without."""
+        try:
+            return self.save(step, state, attributes)
+        except FullError as error:
+            if self.config.on_full == "stop":
+                raise
+            if self.group.leads:
+                log.warning("step %d was not saved: %s", step, keep.in_a_line(error))
+            return None
 
-        Then weights are those of ``checkpoint.start_from`` where it names another checkpoint, else nothing is filled.
+    def resume(self, state: State) -> int:
+        """Fill ``state`` from the newest whole checkpoint and give its step.
+
+        One that turns out to be damaged is passed over with a line in the log. With none there it gives 0, and fills
+        nothing but what ``checkpoint.start_from`` gives.
         """
         entries = agree(state, self.mesh, self.group)
-        found = led(self.group, lambda: self._find(entries), f"looking for checkpoints in {self.folder}")
-        if found is None:
-            self._start(entries, state)
-            return 0
-        index = Index.from_json(found["index"])
-        load(Path(found["path"]), index, entries, state, self.group)
-        return index.step
+        damaged: list[str] = []
+        looking = f"looking for checkpoints in {self.folder}"
+        while found := led(self.group, lambda: self._find(entries, damaged), looking):
+            path, index = Path(found["path"]), Index.from_json(found["index"])
+            try:
+                load(path, index, entries, state, self.group, self.config.verify)
+                return index.step
+            except DamagedError as error:
+                damaged.append(path.name)
+                if self.group.leads:
+                    log.warning("skipped: %s", keep.in_a_line(error))
+        if self.config.start_from is not None:
+            self._start(Path(self.config.start_from), entries, state)
+        return 0
 
-    def _start(self, entries: tuple[Entry, ...], state: State) -> None:
-        """Fill the weights alone from the checkpoint to start from. Collective."""
-        source = self.config.start_from
-        if source is None:
-            return
-        found = led(self.group, lambda: _weights(Path(source)), f"looking at {source} (checkpoint.start_from)")
-        wanted = [entry for entry in entries if entry.name.startswith(WEIGHTS)]
-        load(Path(found["path"]), Index.from_json(found["index"]), wanted, state, self.group, convert=True)
+    def _start(self, source: Path, entries: tuple[Entry, ...], state: State) -> None:
+        """Take from another checkpoint what the configuration says. Collective."""
+        found = led(self.group, lambda: _told(inspect.find(source)), f"looking at {source} (checkpoint.start_from)")
+        path, index = Path(found["path"]), Index.from_json(found["index"])
+        choice = Choice(self.config.only, self.config.rename)
+        count = begin(path, index, entries, state, self.group, choice, self.config.verify)
+        if self.group.leads:
+            line = "took %d of this run's %d tensors from %s (its step %d); the others begin anew, and so does the step"
+            log.warning(line, count, len(entries), path, index.step)
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint."""
@@ -90,51 +117,52 @@ class Checkpoint:
         keep.check_room(self.folder, format.needed_bytes(tensors))
         part = self.folder / keep.part_name(keep.file_name(step))
         try:
-            offsets = format.lay_out(part, tensors, step, attributes)
+            placed = format.lay_out(part, tensors, step, attributes)
             disk.reserve(part)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        return {"part": str(part), "offsets": offsets}
+        return {"part": str(part), "index": Index(step, {}, tuple(placed)).to_json()}
 
     def _discard(self, part: Path) -> None:
         """Without talking: after an error others may not answer."""
         if self.group.leads:
             part.unlink(missing_ok=True)
 
-    def _publish(self, part: Path, path: Path, step: int) -> None:
-        format.mark_complete(part)
+    def _publish(self, part: Path, path: Path, step: int, sums: np.ndarray) -> None:
+        format.mark_complete(part, sums)
         if self.config.sync:
             sync_file(part)
         keep.publish(part, path, self.config.sync)
-        keep.prune(self.folder, keep.listing(self.folder), self.config.keep, step)
+        knobs = self.config
+        keep.hold(self.folder, path.name, knobs.keep_hours)
+        keep.prune(self.folder, keep.listing(self.folder), keep.Keep(knobs.keep, knobs.keep_every), step)
 
-    def _find(self, entries: tuple[Entry, ...]) -> dict[str, Any] | None:
+    def _find(self, entries: tuple[Entry, ...], damaged: Sequence[str]) -> dict[str, Any] | None:
         names = keep.listing(self.folder)
-        keep.sweep(self.folder, names)
-        self._warn_of_room(entries)
-        found = keep.newest(self.folder, names)
-        return found and {"path": str(found[0]), "index": found[1].to_json()}
+        if not damaged:
+            keep.sweep(self.folder, names)
+            self._warn_of_room(entries)
+        found = keep.newest(self.folder, names, damaged)
+        return found and _told(found)
 
     def _warn_of_room(self, entries: tuple[Entry, ...]) -> None:
         """Say before the first step that the first save will fail."""
         try:
             keep.check_room(self.folder, format.needed_bytes(_slots(entries)))
-        except CheckpointError as error:
-            log.warning("%s", "; ".join(str(error).split("\n  ")))
+        except FullError as error:
+            log.warning("%s", keep.in_a_line(error))
 
     def _newest(self) -> str | None:
         found = keep.newest(self.folder, keep.listing(self.folder))
         return found and str(found[0])
 
 
-def _weights(source: Path) -> dict[str, Any]:
-    """The path of the checkpoint at ``source``, and its weights."""
-    path, index = inspect.find(source)
-    slots = tuple(slot for slot in index.slots if slot.name.startswith(WEIGHTS))
-    return {"path": str(path), "index": replace(index, slots=slots, attributes={}).to_json()}
+def _told(found: tuple[Path, Index]) -> dict[str, Any]:
+    """What other ranks need to know of a file, which its attributes, with a whole plan in them, are not."""
+    return {"path": str(found[0]), "index": replace(found[1], attributes={}).to_json()}
 
 
 def _slots(entries: tuple[Entry, ...]) -> list[Slot]:
-    """The tensors as the file has them, in its order; their offsets are still to be found."""
-    return [Slot(entry.name, entry.layout.shape, entry.layout.dtype, 0) for entry in file_order(entries)]
+    """The tensors as the file has them, in its order; their places are still to be found."""
+    return [Slot(entry.name, entry.layout.shape, entry.layout.dtype) for entry in file_order(entries)]

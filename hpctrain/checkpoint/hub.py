@@ -15,9 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import disk, format, inspect, keep, safetensors
-from hpctrain.checkpoint.carry import Move, Place, Tell, carry
+import numpy as np
+
+from hpctrain.checkpoint import checksums, disk, format, inspect, keep, safetensors
+from hpctrain.checkpoint.carry import Move, Place, carry
 from hpctrain.checkpoint.format import Index, Slot
+from hpctrain.checkpoint.parts import Tell, quiet
 from hpctrain.checkpoint.save import sync_file
 from hpctrain.checkpoint.state import WEIGHTS
 from hpctrain.checkpoint.together import led, together
@@ -40,13 +43,13 @@ def export(
     group: Group,
     shard_bytes: int = SHARD_BYTES,
     dtype: str | None = None,
-    tell: Tell | None = None,
+    tell: Tell = quiet,
 ) -> dict[str, Any]:
     """Write the weights of a checkpoint (a file, or the newest of a folder) as a model folder; gives what was made.
 
     ``out`` is new, or an empty folder. A file has at most ``shard_bytes``, or one tensor. Numbers keep their dtype
-    where none is given. Collective: all ranks raise CheckpointError or ConfigError where it cannot be done, and then
-    nothing is left.
+    where none is given. What is read is checked. Collective: all ranks raise CheckpointError (DamagedError where the
+    checkpoint is damaged) or ConfigError where it cannot be done, and then nothing is left.
     """
     told = led(group, lambda: _look(source, out), f"looking at {source}")
     path, index, model = Path(told["path"]), Index.from_json(told["index"]), parse({"model": told["model"]}).model
@@ -58,7 +61,8 @@ def export(
     made = led(group, lambda: _lay_out(out, files), f"laying out {out}")
     aside = Path(made["aside"])
     try:
-        moves = [_outwards(one, path, slots, aside, made["slots"][one.name]) for one in wanted]
+        places = {name: Place(path, slot, index.table) for name, slot in slots.items()}
+        moves = [_outwards(one, places, aside, made["slots"][one.name]) for one in wanted]
         together(group, lambda: carry(moves, group.size, group.rank, tell), f"writing {out}")
         led(group, lambda: _publish_folder(aside, out, files, config), f"publishing {out}")
     except BaseException:
@@ -74,7 +78,7 @@ def bring(
     group: Group,
     sequence: int | None = None,
     dtype: str | None = None,
-    tell: Tell | None = None,
+    tell: Tell = quiet,
 ) -> dict[str, Any]:
     """Write the weights of a model folder as a checkpoint of step 0, and its ``[model]`` beside; gives what was made.
 
@@ -90,10 +94,12 @@ def bring(
     begun = led(group, lambda: _begin(out, slots, model, config), f"laying out {out}")
     aside = Path(begun["aside"])
     try:
-        placed = {slot.name: Place(aside, replace(slot, offset=begun["offsets"][slot.name])) for slot in slots}
+        placed = {slot["name"]: Place(aside, _slot(slot)) for slot in begun["slots"]}
         moves = [Move(one, (found[one.name],), tuple(placed[_name(part)] for part in one.parts)) for one in wanted]
-        together(group, lambda: carry(moves, group.size, group.rank, tell), f"writing {out}")
-        led(group, lambda: _publish_file(aside, out, model), f"publishing {out}")
+        sums = np.zeros(sum(slot.blocks for slot in slots), np.uint64)
+        together(group, lambda: carry(moves, group.size, group.rank, tell, sums), f"writing {out}")
+        sums = checksums.joined(sums, group)
+        led(group, lambda: _publish_file(aside, out, model, sums), f"publishing {out}")
     except BaseException:
         if group.leads:
             aside.unlink(missing_ok=True)
@@ -139,7 +145,7 @@ def _raise_faults(path: Path, faults: Sequence[str], mend: str) -> None:
 
 def _files(wanted: Sequence[Theirs], slots: Mapping[str, Slot], limit: int, dtype: str | None) -> dict[str, list[Slot]]:
     """The tensors of each file that is to be made; their offsets are still to be found."""
-    made = [Slot(one.name, one.shape, dtype or slots[_name(one.parts[0])].dtype, 0) for one in wanted]
+    made = [Slot(one.name, one.shape, dtype or slots[_name(one.parts[0])].dtype) for one in wanted]
     split = hub.shards([slot.nbytes for slot in made], limit)
     if len(split) == 1:
         return {safetensors.ONE_FILE: made}
@@ -150,16 +156,16 @@ def _files(wanted: Sequence[Theirs], slots: Mapping[str, Slot], limit: int, dtyp
 def _targets(wanted: Sequence[Theirs], found: Mapping[str, Place], dtype: str | None) -> list[Slot]:
     """The tensors of the checkpoint that is to be made, in the order of its file."""
     made = [
-        Slot(_name(part), part.weight.shape, dtype or found[one.name].slot.dtype, 0)
+        Slot(_name(part), part.weight.shape, dtype or found[one.name].slot.dtype)
         for one in wanted
         for part in one.parts
     ]
     return sorted(made, key=lambda slot: (slot.nbytes >= format.ALIGN_FROM_BYTES, slot.name))
 
 
-def _outwards(one: Theirs, path: Path, slots: Mapping[str, Slot], aside: Path, target: Sequence[Any]) -> Move:
+def _outwards(one: Theirs, places: Mapping[str, Place], aside: Path, target: Sequence[Any]) -> Move:
     file, slot = target
-    sources = tuple(Place(path, slots[_name(part)]) for part in one.parts)
+    sources = tuple(places[_name(part)] for part in one.parts)
     return Move(one, sources, (Place(aside / file, _slot(slot)),))
 
 
@@ -257,16 +263,16 @@ def _begin(out: Path, slots: Sequence[Slot], model: ModelConfig, config: dict[st
     aside = _aside(out)
     attributes = {"config": {"model": model.model_dump()}, "imported": config}
     try:
-        offsets = format.lay_out(aside, slots, 0, attributes)
+        placed = format.lay_out(aside, slots, 0, attributes)
         disk.reserve(aside)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    return {"aside": str(aside), "offsets": offsets}
+    return {"aside": str(aside), "slots": [asdict(slot) for slot in placed]}
 
 
-def _publish_file(aside: Path, out: Path, model: ModelConfig) -> None:
-    format.mark_complete(aside)
+def _publish_file(aside: Path, out: Path, model: ModelConfig, sums: np.ndarray) -> None:
+    format.mark_complete(aside, sums)
     sync_file(aside)
     out.with_suffix(".toml").write_text(hub_config.toml(model), encoding="utf-8")
     os.replace(aside, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import sqrt
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint import disk, keep
 from hpctrain.checkpoint.format import Index, Slot, read_index
+from hpctrain.checkpoint.parts import Tell, quiet
 from hpctrain.errors import CheckpointError
 from hpctrain.plan.layout import ITEMSIZE
 
@@ -49,6 +50,16 @@ def select(path: Path, index: Index, pattern: str | None) -> tuple[Slot, ...]:
     if pattern is not None and not slots:
         raise CheckpointError(f"{path} has no tensor {pattern}", "", "run it without --tensor to see the names")
     return slots
+
+
+def all_stats(path: Path, slots: Sequence[Slot], tell: Tell = quiet) -> list[Stats]:
+    """The stats of several tensors; tells the bytes that were read."""
+    found, done, total = [], 0, sum(slot.nbytes for slot in slots)
+    for slot in slots:
+        found.append(stats(path, slot))
+        done += slot.nbytes
+        tell(done, total)
+    return found
 
 
 def stats(path: Path, slot: Slot) -> Stats:

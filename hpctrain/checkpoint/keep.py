@@ -1,8 +1,10 @@
 """Keep: the folder of checkpoints. Its files appear whole or not at all, and only old ones go.
 
 A file is written aside as ``.step-00000100.h5.HOST.PID.TOKEN.part``, renamed to ``step-00000100.h5`` when all ranks
-have confirmed their bytes, and named in ``latest``. Only one rank calls anything here: folders are listed once, and
-what is decided is told to the others, who may see an older state of a network file system.
+have confirmed their bytes, and named in ``latest``. The text file ``kept`` names those that are never removed.
+
+Only one rank calls anything here: folders are listed once, and what is decided is told to the others, who may see an
+older state of a network file system.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.checkpoint.format import Index, read_index
 from hpctrain.checkpoint.save import sync_file
-from hpctrain.errors import CheckpointError, IncompleteError
+from hpctrain.errors import CheckpointError, FullError, IncompleteError
 
 POINTER = "latest"
+KEPT = "kept"
 STEP_FILE = re.compile(r"step-(\d{8,})\.h5")
-PART_FILE = re.compile(r"\.(?:step-\d{8,}\.h5|latest)\.(.+)\.(\d+)\.[0-9a-f]+\.part")
+PART_FILE = re.compile(r"\.(?:step-\d{8,}\.h5|latest|kept)\.(.+)\.(\d+)\.[0-9a-f]+\.part")
 # A file aside whose owner cannot be asked (it ran on another host) is taken for dead after this long without a write.
 STALE_SECONDS = 3600.0
 
@@ -47,8 +51,18 @@ def listing(folder: Path) -> list[str]:
         return []
 
 
-def newest(folder: Path, names: Iterable[str]) -> tuple[Path, Index] | None:
+@dataclass(frozen=True)
+class Keep:
+    """What stays, beside what the folder's list names: the ``newest`` so many, and each step that ``every`` divides."""
+
+    newest: int
+    every: int = 0
+
+
+def newest(folder: Path, names: Iterable[str], but: Collection[str] = ()) -> tuple[Path, Index] | None:
     """The newest whole checkpoint among ``names``; each newer file that is passed over gets a line in the log.
+
+    ``but`` names those that were found damaged.
 
     None where there are no files of steps at all. Raises IncompleteError where there are, and none is whole: a run that
     silently began again would be worse. A file that cannot be read raises its OSError.
@@ -56,9 +70,10 @@ def newest(folder: Path, names: Iterable[str]) -> tuple[Path, Index] | None:
     steps = sorted(((int(found[1]), found[0]) for name in names if (found := STEP_FILE.fullmatch(name))), reverse=True)
     for _, name in steps:
         try:
-            return folder / name, read_index(folder / name)
+            if name not in but:
+                return folder / name, read_index(folder / name)
         except CheckpointError as error:
-            log.warning("skipped: %s", "; ".join(str(error).split("\n  ")))
+            log.warning("skipped: %s", in_a_line(error))
     if steps:
         raise IncompleteError(
             f"{folder} has {len(steps)} checkpoints and none of them is whole",
@@ -73,26 +88,30 @@ def publish(part: Path, path: Path, sync: bool) -> None:
     os.replace(part, path)
     if sync:
         sync_file(path.parent)
-    aside = path.parent / part_name(POINTER)
-    aside.write_text(path.name + "\n", encoding="utf-8")
-    if sync:
-        sync_file(aside)
-    os.replace(aside, path.parent / POINTER)
-    if sync:
-        sync_file(path.parent)
+    _write(path.parent / POINTER, path.name + "\n", sync)
 
 
-def prune(folder: Path, names: Iterable[str], keep: int, step: int) -> None:
-    """Remove what is older than the newest ``keep`` whole checkpoints, counted from ``step``, just saved, down.
+def hold(folder: Path, name: str, hours: float) -> None:
+    """Put a checkpoint on the list of those that are kept for good, where the last one was put there ``hours`` ago."""
+    path = folder / KEPT
+    if hours and (not path.exists() or time.time() - path.stat().st_mtime >= hours * 3600):
+        _write(path, "".join(f"{one}\n" for one in [*_held(folder), name]), False)
+
+
+def prune(folder: Path, names: Iterable[str], keep: Keep, step: int) -> None:
+    """Remove what is older than the newest whole checkpoints, counted from ``step``, just saved, down.
 
     Later steps, which a run that went back has left behind it, stay: only a person knows what they are worth.
     """
+    held = _held(folder)
     steps = sorted(((int(found[1]), found[0]) for name in names if (found := STEP_FILE.fullmatch(name))), reverse=True)
     whole = 0
     for number, name in steps:
         if number > step:
             continue
-        if whole == keep:
+        if whole == keep.newest:
+            if name in held or (keep.every and number % keep.every == 0):
+                continue
             (folder / name).unlink(missing_ok=True)
         elif number == step or _whole(folder / name):
             whole += 1
@@ -120,11 +139,33 @@ def check_room(folder: Path, needed: int) -> None:
     found = os.statvfs(_standing(folder))
     free = found.f_bavail * found.f_frsize
     if free < needed:
-        raise CheckpointError(
+        raise FullError(
             f"{folder}: a checkpoint needs {needed} bytes and {free} are free",
             "the newest one stays until the next is whole, so there must be room for both",
             "free space there, give another folder (run.dir), or lower checkpoint.keep",
         )
+
+
+def in_a_line(error: Exception) -> str:
+    """An error's parts, for the log."""
+    return "; ".join(str(error).split("\n  "))
+
+
+def _held(folder: Path) -> list[str]:
+    """The names on the list of those that are kept for good; a person may add to it."""
+    path = folder / KEPT
+    return path.read_text(encoding="utf-8").split() if path.exists() else []
+
+
+def _write(path: Path, text: str, sync: bool) -> None:
+    """Replace a small file of text, whole."""
+    aside = path.parent / part_name(path.name)
+    aside.write_text(text, encoding="utf-8")
+    if sync:
+        sync_file(aside)
+    os.replace(aside, path)
+    if sync:
+        sync_file(path.parent)
 
 
 def _standing(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,22 +31,31 @@ def write_boxes(entries: Sequence[Entry]) -> Iterator[tuple[Entry, tuple[Box, ..
         yield entry, () if entry.rank is None else entry.layout.writes(entry.mesh, entry.rank, turn)
 
 
-def read_boxes(entries: Sequence[Entry]) -> Iterator[tuple[Entry, tuple[Box, ...]]]:
-    """What this rank holds of each tensor."""
-    for entry in entries:
-        yield entry, () if entry.rank is None else entry.layout.boxes(entry.mesh, entry.rank)
+def pieces(entry: Entry, boxes: Sequence[Box], memory: Tensor, offset: int) -> Iterator[Piece]:
+    """Each contiguous run of ``boxes``, in the file and in ``memory``, the held piece as flat bytes.
 
-
-def pieces(entry: Entry, boxes: Sequence[Box], memory: Tensor, offsets: Mapping[str, int]) -> Iterator[Piece]:
-    """Each contiguous run of ``boxes``, in the file and in ``memory``, the held piece as flat bytes."""
+    ``offset`` is where the tensor begins in the file.
+    """
     size = ITEMSIZE[entry.layout.dtype]
-    offset = offsets[entry.name]
     for at, start, length in runs(entry, boxes):
         yield Piece(offset + at * size, memory[start * size : (start + length) * size])
 
 
 def runs(entry: Entry, boxes: Sequence[Box]) -> Iterator[tuple[int, int, int]]:
     """(place in the global tensor, place in the held piece, length) of each contiguous run, in elements."""
+    place, begin, count = 0, 0, 0
+    for at, start, length in _runs(entry, boxes):
+        if (at, start) == (place + count, begin + count):
+            count += length
+            continue
+        if count:
+            yield place, begin, count
+        place, begin, count = at, start, length
+    if count:
+        yield place, begin, count
+
+
+def _runs(entry: Entry, boxes: Sequence[Box]) -> Iterator[tuple[int, int, int]]:
     if not boxes:
         return
     box = entry.layout.box(entry.mesh, entry.rank)

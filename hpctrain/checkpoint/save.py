@@ -7,7 +7,7 @@ rank writes a tensor's long runs alone, and all write together the tensors whose
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,28 +20,29 @@ from hpctrain.checkpoint.state import Entry, State
 from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, FullError
 from hpctrain.plan.layout import ITEMSIZE, Box
 
 # MPI-IO counts bytes in 32 bits, and some libraries fail before they say so.
 CALL_BYTES = 1 << 30
 FULL = 'free space there, or set checkpoint.writer to "direct", whose errors are told in full'
 
-Writer = Callable[[Path, Sequence[Entry], State, Mapping[str, int], Group, CheckpointConfig], None]
+Written = tuple[format.Slot, list[disk.Piece]]
+Writer = Callable[[Path, Sequence[Entry], State, Sequence[format.Slot], Group, CheckpointConfig], None]
 
 
 def direct(
     path: Path,
     entries: Sequence[Entry],
     state: State,
-    offsets: Mapping[str, int],
+    slots: Sequence[format.Slot],
     group: Group,
     config: CheckpointConfig,
 ) -> None:
-    """Write this rank's ranges of bytes at the datasets' offsets. Collective; an error of one rank is raised on all."""
+    """Write this rank's ranges of bytes at the datasets' places. Collective; an error of one rank is raised on all."""
 
     def act() -> None:
-        disk.write(path, _pieces(entries, state, offsets), config.sync)
+        disk.write(path, _pieces(entries, state, slots), config.sync)
 
     together(group, act, f"writing {path}")
 
@@ -50,7 +51,7 @@ def mpio(
     path: Path,
     entries: Sequence[Entry],
     state: State,
-    offsets: Mapping[str, int],
+    slots: Sequence[format.Slot],
     group: Group,
     config: CheckpointConfig,
     call_bytes: int = CALL_BYTES,
@@ -63,7 +64,7 @@ def mpio(
     error = _write_alone(file, planned, state)
     error = _write_together(file, planned, counts.tolist(), state) or error
     together(group, lambda: _end(file, path, error, config.sync), f"writing {path}")
-    together(group, lambda: _check(path, _pieces(entries, state, offsets)), f"checking {path}")
+    together(group, lambda: _check(path, _pieces(entries, state, slots)), f"checking {path}")
 
 
 WRITERS: dict[str, Writer] = {"direct": direct, "mpio": mpio}
@@ -95,10 +96,19 @@ class Planned:
         return any(cut.dim and mesh.size(*cut.axes) > 1 for cut in self.entry.layout.cuts)
 
 
-def _pieces(entries: Sequence[Entry], state: State, offsets: Mapping[str, int]) -> Iterator[disk.Piece]:
-    for entry, boxes in write_boxes(entries):
-        if boxes:
-            yield from pieces(entry, boxes, flat_bytes(state[entry.name].tensor), offsets)
+def parts(entries: Sequence[Entry], state: State, slots: Sequence[format.Slot]) -> list[Written]:
+    """What this rank writes of each tensor of which it writes something, in the file's order."""
+    placed = {slot.name: slot for slot in slots}
+
+    def part(entry: Entry, boxes: Sequence[Box]) -> Written:
+        slot = placed[entry.name]
+        return slot, list(pieces(entry, boxes, flat_bytes(state[entry.name].tensor), slot.offset))
+
+    return [part(entry, boxes) for entry, boxes in write_boxes(entries) if boxes]
+
+
+def _pieces(entries: Sequence[Entry], state: State, slots: Sequence[format.Slot]) -> Iterator[disk.Piece]:
+    return (piece for _, written in parts(entries, state, slots) for piece in written)
 
 
 def _calls(entry: Entry, boxes: Sequence[Box], call_bytes: int) -> Iterator[tuple[Box, ...]]:
@@ -168,7 +178,7 @@ def _check(path: Path, written: Iterator[disk.Piece]) -> None:
     """Look for what never came: Open MPI's OMPIO (4.1) tells nobody of a failed collective write, as on a full disk."""
     lacking = disk.lacking(path, written)
     if lacking:
-        raise CheckpointError(
+        raise FullError(
             f"{path}: {lacking} bytes were written, and are not in the file",
             "the MPI library said nothing of a failed write; a full disk is the usual cause",
             FULL,

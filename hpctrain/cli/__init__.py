@@ -31,7 +31,7 @@ app.command("knobs")(knobs.knobs)
 app.command("doctor")(doctor.doctor)
 app.command("draw")(draw.draw)
 app.add_typer(data.app, name="data", help="Text to tokens.")
-app.add_typer(ckpt.app, name="ckpt", help="Look into checkpoints, and bring weights in and out.")
+app.add_typer(ckpt.app, name="ckpt", help="Look into checkpoints, check and convert them, bring weights in and out.")
 app.add_typer(bench.app, name="bench", help="Time what training does: collectives, a step, checkpoints.")
 
 

@@ -1,4 +1,4 @@
-"""``hpctrain ckpt``: look into checkpoints, and bring weights in and out."""
+"""``hpctrain ckpt``: look into checkpoints, check, compare and convert them, and bring weights in and out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli import hub
+from hpctrain.cli import ckpt_files, hub
+from hpctrain.cli.bar import bar
 from hpctrain.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -23,9 +24,14 @@ LINE = 100
 WIDE = 1000
 
 
+app.command("verify")(ckpt_files.verify)
+app.command("diff")(ckpt_files.diff)
+app.command("convert")(ckpt_files.convert)
+
+
 @app.callback()
 def _ckpt() -> None:
-    """Look into checkpoints, and bring weights in and out."""
+    """Look into checkpoints, check, compare and convert them, and bring weights in and out."""
 
 
 @app.command("inspect")
@@ -44,7 +50,9 @@ def inspect(
     slots = inside.select(path, index, tensor)
     rows = [asdict(slot) | {"bytes": slot.nbytes} for slot in slots]
     if stats:
-        rows = [row | asdict(inside.stats(path, slot)) for row, slot in zip(rows, slots, strict=True)]
+        with bar("read") as tell:
+            found = inside.all_stats(path, slots, tell)
+        rows = [row | asdict(one) for row, one in zip(rows, found, strict=True)]
     report = {"file": str(path), "step": index.step, "attributes": index.attributes, "tensors": rows}
     if as_json:
         print(json.dumps(report, indent=2))
@@ -70,7 +78,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich import box
     from rich.table import Table
 
-    stats = [key for key in rows[0] if key not in ("name", "dtype", "shape", "bytes", "offset")]
+    stats = [key for key in rows[0] if key not in ("name", "dtype", "shape", "bytes", "offset", "first")]
     table = Table("name", "dtype", "shape", box=box.SIMPLE_HEAD)
     for key in ("size", *(key.replace("_", " ") for key in stats)):
         table.add_column(key, justify="right")

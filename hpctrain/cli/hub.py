@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from hpctrain.cli.bar import bar
+from hpctrain.cli.ckpt_files import ranks
 from hpctrain.cli.options import AsJson
 from hpctrain.errors import UsageError
 
@@ -31,7 +30,7 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face model, on all ranks: start it alone, or with mpirun or srun."""
     limit = _size(shard_size)
-    with _meeting("export") as (group, tell):
+    with ranks() as group, bar("export", group.leads, group.size, lasting=True) as tell:
         from hpctrain.checkpoint.hub import export as run
 
         made = run(checkpoint, out_dir, group, limit, dtype, tell)
@@ -49,29 +48,12 @@ def bring(
     as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face model as a checkpoint of weights, on all ranks: alone, or with mpirun or srun."""
-    with _meeting("import") as (group, tell):
+    with ranks() as group, bar("import", group.leads, group.size, lasting=True) as tell:
         from hpctrain.checkpoint.hub import bring as run
 
         made = run(hf_dir, out, group, sequence, dtype, tell)
         if group.leads:
             _print(made, as_json, f"a model of the family {made['family']}, as {made['config']} tells")
-
-
-@contextmanager
-def _meeting(title: str) -> Iterator[tuple[Any, Callable[[int, int], None] | None]]:
-    """The group of all ranks, and what shows the leading rank's progress: all ranks have equal shares."""
-    from hpctrain.cli.data import group_of
-    from hpctrain.cluster.world import World
-    from hpctrain.watch.progress import shown
-
-    with World.join() as world:
-        group = group_of(world)
-        if group.leads:
-            with shown(sys.stderr, title) as show:
-                yield group, lambda done, total: show(done * group.size, total * group.size, "")
-        else:
-            yield group, None
-        group.close()
 
 
 def _size(text: str) -> int:

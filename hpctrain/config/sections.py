@@ -285,9 +285,21 @@ class CheckpointConfig(Section):
     """Steps between two saves; 0 for only the last one."""
     keep: int = Field(2, ge=1)
     """How many of the newest checkpoints stay."""
+    keep_every: int = Field(0, ge=0)
+    """Those of every so many steps stay for good; 0 for none."""
+    keep_hours: float = Field(0.0, ge=0)
+    """One stays for good every so many hours; 0 for none."""
+    on_full: Literal["stop", "go on"] = "stop"
+    """On a full disk ``stop`` ends the run; ``go on`` warns, and the next save tries again. The last save stops."""
+    verify: bool = True
+    """Whether what is loaded is checked against its checksums; a damaged checkpoint is passed over for an older one."""
     start_from: str | None = None
-    """A checkpoint, or a folder with some, whose weights a new run starts with, at step 0; for instance an imported
-    one. Nothing else of it is taken, and once the run has a checkpoint of its own, it goes on from that."""
+    """A checkpoint, or a folder with some, that a new run starts from, at step 0; for instance an imported one. Once
+    the run has a checkpoint of its own, it goes on from that."""
+    only: tuple[str, ...] = Field(("model/*",), strict=False)
+    """Which tensors are taken from ``start_from``, as shell patterns; ``["*"]`` takes the optimizer's too."""
+    rename: dict[str, str] = {}
+    """Names in ``start_from`` and what they are called here; a ``*`` on each side stands for the same text."""
     writer: Literal["auto", "mpio", "direct"] = "auto"
     """``mpio``: writes through parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
     ``auto`` takes ``direct``, which needs no parallel HDF5."""

@@ -20,18 +20,22 @@ LINE_SECONDS = 10.0  # between two lines of a log
 
 
 @contextmanager
-def shown(stream: TextIO, title: str) -> Iterator[Show]:
-    """What shows progress on ``stream`` in the way that suits it; one rank calls it."""
+def shown(stream: TextIO, title: str, lasting: bool = True) -> Iterator[Show]:
+    """What shows progress on ``stream`` in the way that suits it; one rank calls it.
+
+    What is ``lasting`` has a first line at once and a last one when all is done, and a bar that stays; else short work
+    leaves nothing.
+    """
     width = columns() if stream is sys.stderr else None
-    with _lines(stream, title) if width is None else _bar(stream, title, width) as show:
+    with _lines(stream, title, lasting) if width is None else _bar(stream, title, width, lasting) as show:
         yield show
 
 
 @contextmanager
-def _bar(stream: TextIO, title: str, width: int) -> Iterator[Show]:
+def _bar(stream: TextIO, title: str, width: int, lasting: bool) -> Iterator[Show]:
     parts = (TextColumn(title), BarColumn(width // 5), DownloadColumn(), TextColumn("{task.fields[text]}"))
     console = Console(file=stream, force_terminal=True, width=width)  # through mpirun's pipe as well
-    with Progress(*parts, TimeRemainingColumn(), console=console) as progress:
+    with Progress(*parts, TimeRemainingColumn(), console=console, transient=not lasting) as progress:
         task = progress.add_task(title, total=None, text="")
 
         def show(done: int, total: int, text: str = "") -> None:
@@ -41,12 +45,12 @@ def _bar(stream: TextIO, title: str, width: int) -> Iterator[Show]:
 
 
 @contextmanager
-def _lines(stream: TextIO, title: str) -> Iterator[Show]:
-    last = [float("-inf")]
+def _lines(stream: TextIO, title: str, lasting: bool) -> Iterator[Show]:
+    last = [float("-inf") if lasting else time.monotonic()]
 
     def show(done: int, total: int, text: str = "") -> None:
         now = time.monotonic()
-        if done >= total or now - last[0] >= LINE_SECONDS:
+        if (lasting and done >= total) or now - last[0] >= LINE_SECONDS:
             last[0] = now
             part = min(done / max(total, 1), 1.0)
             print(f"{title} {part:4.0%} of {total / 2**20:.1f} MiB  {text}".rstrip(), file=stream, flush=True)

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,9 @@ def test_all_ranks_make_as_many_collective_calls_none_above_the_limit(
     path = folder / "file.h5"
     entries = agree(state, mesh(4), four)
     slots = [format.Slot(entry.name, entry.layout.shape, entry.layout.dtype, 0) for entry in entries]
-    offsets = four.share(format.lay_out(path, slots, 1, {}) if four.leads else None)
-    save.mpio(path, entries, state, offsets, four, CheckpointConfig(sync=False), call_bytes)
+    told = four.share([asdict(slot) for slot in format.lay_out(path, slots, 1, {})] if four.leads else None)
+    placed = [format.Slot(**slot) for slot in told]
+    save.mpio(path, entries, state, placed, four, CheckpointConfig(sync=False), call_bytes)
     collective = [name for name, _, together in calls if together]
     assert {tuple(names) for names in four.collect(collective)} == {tuple(collective)}
     assert set(collective) == {"model/columns", "model/few.columns"}

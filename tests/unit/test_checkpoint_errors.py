@@ -16,7 +16,7 @@ from hpctrain.checkpoint.save import writer
 from hpctrain.checkpoint.state import Held
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import CheckpointError, IncompleteError
+from hpctrain.errors import CheckpointError, FullError, IncompleteError
 from hpctrain.plan.layout import Cut, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import states
@@ -87,7 +87,8 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path):
         "  model/b: float32 [4] in the file, this run wants bfloat16 [4]\n"
         "  model/d: not in the file, this run wants int64 [9, 2]\n"
         "  optim/c: in the file alone\n"
-        "  start with the configuration it was saved with (hpctrain ckpt inspect shows it), or in another folder"
+        "  start with the configuration it was saved with (hpctrain ckpt inspect shows it), or begin a new run from"
+        f" its weights: another run.name, and checkpoint.start_from = '{tmp_path}/step-00000001.h5'"
     )
 
 
@@ -237,3 +238,48 @@ def test_the_newest_is_a_path_or_none(tmp_path: Path):
     path = point.save(7, {}, {"a": 1})
     assert point.newest() == path == tmp_path / "step-00000007.h5"
     assert format.read_attributes(path) == {"a": 1}
+
+
+@pytest.mark.parametrize("on_full", ["stop", "go on"])
+def test_a_full_disk_stops_the_run_or_skips_the_save_as_the_config_says(
+    tmp_path: Path, monkeypatch, caplog, on_full: str
+):
+    mesh, layouts = Mesh((("dp", 2),)), {"model/a": Layout((100_000,), "float32", (Cut(0, ("dp",)),))}
+    save(tmp_path, layouts, mesh, 1)
+    real, full = disk.reserve, [True]
+
+    def reserve(path: Path) -> None:
+        if full[0]:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+        real(path)
+
+    monkeypatch.setattr(disk, "reserve", reserve)
+
+    def act(point: Checkpoint, rank: int) -> Path | None:
+        return point.save_if_room(2, states.filled(layouts, mesh, rank, 2), {})
+
+    if on_full == "stop":
+        told = r"laying out step 2 failed\n  .*Disk quota exceeded\n  your quota is used up there: free space"
+        with pytest.raises(FullError, match=told):
+            each(tmp_path, mesh, act, {"on_full": on_full})
+    else:
+        assert each(tmp_path, mesh, act, {"on_full": on_full}) == [None, None]
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line.startswith("step 2 was not saved: laying out step 2 failed; ") and "quota exceeded" in line
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001.h5"]
+    full[0] = False
+    assert each(tmp_path, mesh, act, {"on_full": on_full}) == [tmp_path / "step-00000002.h5"] * 2
+    assert resume(tmp_path, layouts, mesh) == 2
+
+
+def test_a_save_that_fails_for_another_reason_stops_the_run_whatever_a_full_disk_does(tmp_path: Path, monkeypatch):
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(disk, "reserve", fail)
+
+    def act(point: Checkpoint, rank: int) -> None:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            point.save_if_room(2, {}, {})
+
+    each(tmp_path, Mesh((("dp", 2),)), act, {"on_full": "go on"})

@@ -129,7 +129,7 @@ def test_attributes_come_back_however_long(tmp_path: Path):
     assert format.read_index(path).attributes == told
     with h5py.File(path) as file:
         assert json.loads(file.attrs["attributes"]) == told
-        assert (file.attrs["step"], file.attrs["complete"], file.attrs["version"]) == (5, 1, 1)
+        assert (file.attrs["step"], file.attrs["complete"], file.attrs["version"]) == (5, 1, 2)
 
 
 def test_ten_thousand_tensors_are_one_file_like_any_other(tmp_path: Path):
@@ -164,7 +164,7 @@ def test_a_file_whose_writing_did_not_end_is_called_incomplete(tmp_path: Path):
         f"{path} is incomplete\n  its writing did not come to the end\n"
         "  go on from an older checkpoint, or copy it again from where it is whole"
     )
-    format.mark_complete(path)
+    format.mark_complete(path, np.zeros(1, np.uint64))
     assert format.read_index(path).step == 3
 
 
@@ -179,8 +179,8 @@ def test_a_strange_hdf5_file_is_no_checkpoint(tmp_path: Path):
 def test_a_file_of_a_later_format_says_so(tmp_path: Path):
     path = saved(tmp_path, {"model/a": torch.rand(3)})
     with h5py.File(path, "r+") as file:
-        file.attrs["version"] = 2
-    with pytest.raises(CheckpointError, match="version 2, where .* version 1 was expected\n  read it with the release"):
+        file.attrs["version"] = 3
+    with pytest.raises(CheckpointError, match="version 3, where .* version 2 or less, was expected\n  read it"):
         format.read_index(path)
 
 
@@ -223,3 +223,15 @@ def test_the_reader_in_the_reference_page_reads_a_checkpoint(tmp_path: Path):
     step, attributes, found = names["read"](saved(tmp_path, tensors, {"run": "tiny"}))
     assert (step, attributes, sorted(found)) == (5, {"run": "tiny"}, sorted(tensors))
     assert all(np.array_equal(found[name], tensor.float().numpy()) for name, tensor in tensors.items())
+    with pytest.raises(ValueError, match="model/blocks.0.weight is damaged"):
+        names["read"](_damaged(tmp_path, "model/blocks.0.weight"))
+
+
+def _damaged(folder: Path, name: str) -> Path:
+    """The checkpoint in the folder, with one byte of a tensor changed."""
+    path = folder / "step-00000005.h5"
+    (slot,) = (slot for slot in format.read_index(path).slots if slot.name == name)
+    with path.open("r+b") as file:
+        file.seek(slot.offset + 3)
+        file.write(b"\x55")
+    return path

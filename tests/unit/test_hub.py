@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from hpctrain.checkpoint import carry, disk
 from hpctrain.checkpoint.format import read_index
 from hpctrain.checkpoint.hub import bring, export
-from hpctrain.comm.group import SoloGroup
+from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.config import load
+from hpctrain.errors import DamagedError
 from hpctrain.plan.weights import ModelShape
 from tests.support import threads
 from tests.support.weights import VOCABULARY, model_of, read, saved
@@ -34,6 +36,15 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def flip(path: Path, at: int) -> None:
+    """Turn a bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -99,6 +110,37 @@ def test_blocks_of_rows_make_the_same_files(name: str, tmp_path: Path, monkeypat
         bring(tmp_path / folder, tmp_path / f"{folder}.h5", SOLO)
     assert bytes_of(tmp_path / "rows") == bytes_of(tmp_path / "whole")
     assert (tmp_path / "rows.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_imported_has_the_checksums_of_its_bytes(ranks: int, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(carry, "BUFFER_BYTES", 100_000)  # no multiple of a block
+    source = saved(tmp_path / "run", model_of(width=300, mlp_width=500, heads=4))
+    back = tmp_path / "back.h5"
+    export(source, tmp_path / "hf", SOLO)
+    threads.run(ranks, lambda group: bring(tmp_path / "hf", back, group))
+    index = read_index(back)
+    assert verify(back, index, SOLO) == []
+    assert max(slot.blocks for slot in index.slots) == 3
+    for slot in index.slots:
+        flip(back, slot.offset + slot.nbytes - 1)
+    assert [damage.tensor for damage in verify(back, index, SOLO)] == sorted(slot.name for slot in index.slots)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_damaged_checkpoint_is_not_exported(ranks: int, tmp_path: Path):
+    source = saved(tmp_path / "run", MODELS["gpt2"])
+    slot = next(slot for slot in read_index(source).slots if slot.name == "model/blocks.1.attention.key.weight")
+    flip(source, slot.offset + 8)
+
+    def attempt(group: Group) -> str:
+        with pytest.raises(DamagedError) as told:
+            export(source, tmp_path / "hf", group)
+        return str(told.value)
+
+    (told,) = set(threads.run(ranks, attempt))
+    assert f"{source}: {slot.name} is damaged in its bytes 0 to {slot.nbytes - 1}" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 MEASURE = """

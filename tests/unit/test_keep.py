@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpctrain.checkpoint import format, keep
@@ -21,7 +22,7 @@ def whole(folder: Path, step: int) -> Path:
     """A whole checkpoint of no tensors."""
     path = folder / keep.file_name(step)
     format.lay_out(path, [], step, {})
-    format.mark_complete(path)
+    format.mark_complete(path, np.empty(0, np.uint64))
     return path
 
 
@@ -53,7 +54,7 @@ def test_other_files_are_left_alone(tmp_path: Path):
     assert newest(tmp_path) is None
     whole(tmp_path, 3)
     keep.sweep(tmp_path, keep.listing(tmp_path))
-    keep.prune(tmp_path, keep.listing(tmp_path), 1, 3)
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), 3)
     assert len(os.listdir(tmp_path)) == 6
     assert newest(tmp_path) == 3
 
@@ -102,7 +103,7 @@ def test_publishing_gives_the_name_moves_the_pointer_and_replaces_an_older_file_
 def test_the_newest_so_many_stay(tmp_path: Path):
     for step in (10, 20, 30, 40):
         whole(tmp_path, step)
-    keep.prune(tmp_path, keep.listing(tmp_path), 2, 40)
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(2), 40)
     assert steps(tmp_path) == [30, 40]
 
 
@@ -110,14 +111,14 @@ def test_a_broken_file_does_not_count_as_one_that_is_kept(tmp_path: Path):
     for step in (10, 20, 40):
         whole(tmp_path, step)
     broken(tmp_path, 30)
-    keep.prune(tmp_path, keep.listing(tmp_path), 2, 40)
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(2), 40)
     assert steps(tmp_path) == [20, 30, 40]
 
 
 def test_what_was_just_saved_stays_though_later_steps_are_there(tmp_path: Path):
     for step in (10, 20, 90):
         whole(tmp_path, step)
-    keep.prune(tmp_path, keep.listing(tmp_path), 1, 20)
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), 20)
     assert steps(tmp_path) == [20, 90]
 
 
@@ -158,3 +159,39 @@ def test_room_is_asked_for_where_the_folder_will_be(tmp_path: Path):
         r"  free space there, give another folder \(run.dir\), or lower checkpoint.keep",
         str(caught.value),
     )
+
+
+def test_steps_that_keep_every_divides_stay_for_good(tmp_path: Path):
+    for step in range(10, 80, 10):
+        whole(tmp_path, step)
+        keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1, every=30), step)
+    assert steps(tmp_path) == [30, 60, 70]
+
+
+def test_one_every_so_many_hours_is_put_on_the_list_and_stays(tmp_path: Path):
+    kept = tmp_path / "kept"
+    for step, hours_since_the_last in ((10, None), (20, 1), (30, 2.5), (40, 0), (50, 2), (60, 0.1)):
+        if hours_since_the_last is not None:
+            os.utime(kept, (time.time() - hours_since_the_last * 3600,) * 2)
+        whole(tmp_path, step)
+        keep.hold(tmp_path, keep.file_name(step), hours=2)
+        keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), step)
+    assert kept.read_text().split() == [keep.file_name(step) for step in (10, 30, 50)]
+    assert steps(tmp_path) == [10, 30, 50, 60]
+
+
+def test_a_name_that_a_person_puts_on_the_list_stays_and_one_taken_off_goes(tmp_path: Path):
+    for step in (10, 20, 30):
+        whole(tmp_path, step)
+    (tmp_path / "kept").write_text("step-00000010.h5\n")
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), 30)
+    assert steps(tmp_path) == [10, 30]
+    (tmp_path / "kept").write_text("")
+    keep.prune(tmp_path, keep.listing(tmp_path), keep.Keep(1), 30)
+    assert steps(tmp_path) == [30]
+
+
+def test_without_hours_no_list_is_made(tmp_path: Path):
+    whole(tmp_path, 10)
+    keep.hold(tmp_path, keep.file_name(10), hours=0)
+    assert os.listdir(tmp_path) == ["step-00000010.h5"]

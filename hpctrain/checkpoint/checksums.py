@@ -1,0 +1,186 @@
+"""Checksums of what ranks hold: made after a save from the ranks' own memory, and checked at a load.
+
+A block that lies whole in one run of a rank's memory is digested there. Of a block that ranks share, each of them reads
+the others' part from the file: in a save every sharer must come to the same digest, so bytes that a rank wrote and that
+never came into the file are found at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint import disk
+from hpctrain.checkpoint.blocks import BLOCK_BYTES, digest, digests
+from hpctrain.checkpoint.disk import Piece
+from hpctrain.checkpoint.format import Slot
+from hpctrain.checkpoint.together import together
+from hpctrain.comm.group import Group
+from hpctrain.errors import CheckpointError, DamagedError
+
+DIGEST_BYTES = 8
+HOST_BYTES = 64 << 20  # of a GPU's memory, brought to the host at once
+LEAST = torch.iinfo(torch.int64).min
+OLDER = "go on from an older checkpoint, or copy it again from where it is whole"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Blocks of a tensor, from number ``first`` of it on, that lie one after another in this rank's memory."""
+
+    first: int
+    memory: Tensor
+
+
+@dataclass(frozen=True)
+class Torn:
+    """A block of which this rank has only pieces: they are told with their places in the file, as the block is."""
+
+    number: int
+    at: int
+    length: int
+    pieces: tuple[Piece, ...]
+
+
+def split(slot: Slot, pieces: Iterable[Piece]) -> tuple[list[Span], list[Torn]]:
+    """The whole blocks and the torn ones among ascending pieces of a tensor."""
+    spans: list[Span] = []
+    torn: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        start, stop = piece.at - slot.offset, piece.end - slot.offset
+        first, last = -(-start // BLOCK_BYTES), slot.blocks if stop == slot.nbytes else stop // BLOCK_BYTES
+        if first < last:
+            spans.append(Span(first, _cut(slot, piece, first * BLOCK_BYTES, last * BLOCK_BYTES).memory))
+        for number in _touched(start, stop, first, last):
+            cut = _cut(slot, piece, number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
+            torn.setdefault(number, []).append(cut)
+    return spans, [_torn(slot, number, tuple(have)) for number, have in sorted(torn.items())]
+
+
+def of_ranks(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], group: Group, count: int) -> np.ndarray:
+    """The digests of all ``count`` blocks of a file that all ranks have written, from what each of them wrote.
+
+    Collective. ``parts`` are this rank's. Raises CheckpointError on all ranks where the file does not have what was
+    written.
+    """
+    made = together(group, lambda: _made(path, parts, count), f"checking {path}").to(group.device)
+    group.all_reduce(made, "max")
+    found, other = made[0].cpu(), ~made[1].cpu()
+    wrong = [int(number) for number in (found != other).nonzero().flatten()[:1]]
+    together(group, lambda: _refuse(path, parts, wrong), f"checking {path}")
+    return (found ^ LEAST).numpy().view(np.uint64)
+
+
+def joined(own: np.ndarray, group: Group) -> np.ndarray:
+    """The digests of all blocks, of which each rank made some and has 0 for the others. Collective."""
+    told = torch.from_numpy(own.view(np.int64)).to(group.device)
+    group.all_reduce(told, "sum")
+    return told.cpu().numpy().view(np.uint64)
+
+
+def expected(table: int, slot: Slot, first: int, count: int) -> tuple[Piece, np.ndarray]:
+    """A piece that reads ``count`` checksums of a tensor from its block ``first`` on, and the numbers it fills."""
+    memory = torch.empty(count * DIGEST_BYTES, dtype=torch.uint8)
+    return Piece(table + (slot.first + first) * DIGEST_BYTES, memory), memory.numpy().view("<u8")
+
+
+def of_span(span: Span) -> list[int]:
+    """The digests of a span's blocks."""
+    parts = (span.memory[start : start + HOST_BYTES] for start in range(0, span.memory.numel(), HOST_BYTES))
+    return [one for part in parts for one in digests(memoryview(part.cpu().numpy()))]
+
+
+def compare(path: Path, slot: Slot, first: int, made: Sequence[int], wanted: np.ndarray) -> None:
+    """Raise DamagedError, with the tensor and the range of its bytes, where digests are not those of the file."""
+    for place in np.flatnonzero(np.array(made, np.uint64) != wanted)[:1].tolist():
+        raise damaged(path, slot, first + place, first + place + 1)
+
+
+def damaged(path: Path, slot: Slot, first: int, stop: int) -> DamagedError:
+    """The error for blocks ``first`` to ``stop`` of a tensor."""
+    start, end = first * BLOCK_BYTES, min(stop * BLOCK_BYTES, slot.nbytes)
+    return DamagedError(
+        f"{path}: {slot.name} is damaged in its bytes {start} to {end - 1}",
+        f"they are bytes {slot.offset + start} to {slot.offset + end - 1} of the file, and do not have their checksum",
+        OLDER,
+    )
+
+
+def _touched(start: int, stop: int, first: int, last: int) -> Iterator[int]:
+    """The numbers of the blocks that bytes ``start`` to ``stop`` touch without filling them."""
+    head, tail = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+    if first >= last:
+        yield from range(head, tail + 1)
+        return
+    yield from range(head, first)
+    yield from range(last, tail + 1)
+
+
+def _cut(slot: Slot, piece: Piece, start: int, stop: int) -> Piece:
+    """The part of a piece that lies in bytes ``start`` to ``stop`` of the tensor."""
+    begin = piece.at - slot.offset
+    start, stop = max(start, begin), min(stop, piece.end - slot.offset)
+    return Piece(slot.offset + start, piece.memory[start - begin : stop - begin])
+
+
+def _torn(slot: Slot, number: int, pieces: tuple[Piece, ...]) -> Torn:
+    start = number * BLOCK_BYTES
+    return Torn(number, slot.offset + start, min(BLOCK_BYTES, slot.nbytes - start), pieces)
+
+
+def _made(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], count: int) -> Tensor:
+    """This rank's digests d as (d, ~d), so that one maximum over ranks gives the greatest and the least of a block.
+
+    They are shifted to signed numbers, since those are what ranks can reduce; where it has none, the least there is.
+    """
+    made = np.zeros(count, np.uint64)
+    known = np.zeros(count, bool)
+
+    def put(number: int, values: Sequence[int]) -> None:
+        made[number : number + len(values)] = values
+        known[number : number + len(values)] = True
+
+    shared: list[tuple[int, Torn]] = []
+    for slot, pieces in parts:
+        spans, torn = split(slot, pieces)
+        for span in spans:
+            put(slot.first + span.first, of_span(span))
+        shared += [(slot.first + one.number, one) for one in torn]
+    for number, value in zip((number for number, _ in shared), _of_torn(path, [one for _, one in shared]), strict=True):
+        put(number, [value])
+    signed = torch.from_numpy(made.view(np.int64)) ^ LEAST
+    return torch.stack([signed, ~signed]).where(torch.from_numpy(known), LEAST)
+
+
+def _of_torn(path: Path, blocks: Sequence[Torn]) -> Iterator[int]:
+    """Digests of blocks as the file has them, with this rank's own bytes laid over."""
+    step = HOST_BYTES // BLOCK_BYTES
+    for start in range(0, len(blocks), step):
+        group = blocks[start : start + step]
+        memory = [torch.empty(one.length, dtype=torch.uint8) for one in group]
+        disk.read(path, [Piece(one.at, into) for one, into in zip(group, memory, strict=True)])
+        for one, into in zip(group, memory, strict=True):
+            for piece in one.pieces:
+                into[piece.at - one.at : piece.end - one.at].copy_(piece.memory)
+            yield digest(memoryview(into.numpy()))
+
+
+def _refuse(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], wrong: Sequence[int]) -> None:
+    """Raise where ranks that share a block see different bytes in it: what one of them wrote is not in the file."""
+    for number in wrong:
+        names = [slot.name for slot, _ in parts if slot.first <= number < slot.first + slot.blocks]
+        if names:
+            raise CheckpointError(
+                f"{path}: {names[0]} does not have the bytes that were written",
+                f"ranks that wrote parts of block {number - _first(parts, names[0])} read each other's differently",
+                "see whether the file system shows all nodes the same bytes, or set checkpoint.writer to the other one",
+            )
+
+
+def _first(parts: Sequence[tuple[Slot, list[Piece]]], name: str) -> int:
+    return next(slot.first for slot, _ in parts if slot.name == name)

@@ -1,0 +1,116 @@
+"""Convert: write a checkpoint anew, its weights in another dtype, or its weights alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint import disk, format, keep
+from hpctrain.checkpoint.choice import FLOATS
+from hpctrain.checkpoint.format import Index, Slot
+from hpctrain.checkpoint.parts import Part, Tell, made, mine, quiet, read
+from hpctrain.checkpoint.save import sync_file
+from hpctrain.checkpoint.state import WEIGHTS
+from hpctrain.checkpoint.together import led, together
+from hpctrain.comm.group import Group
+from hpctrain.errors import CheckpointError
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written: tensors, their bytes, and how many finite numbers the new dtype could not hold."""
+
+    file: str
+    step: int
+    tensors: int
+    bytes: int
+    overflowed: int
+
+
+def convert(
+    path: Path, index: Index, out: Path, group: Group, dtype: str | None, weights_only: bool, tell: Tell = quiet
+) -> Converted:
+    """Write the checkpoint ``path`` anew as ``out``, with floating-point weights in ``dtype``, checked as it is read.
+
+    Collective: ranks share the work, each with some MiB at a time. ``out`` has its name only when it is whole; raises
+    CheckpointError where something has that name already, and DamagedError where what is read is damaged.
+    """
+    wanted = [_target(slot, dtype) for slot in index.slots if not weights_only or slot.name.startswith(WEIGHTS)]
+    begun = led(group, lambda: _begin(out, wanted, index), f"laying out {out}")
+    part, slots = Path(begun["part"]), [Slot(**slot | {"shape": tuple(slot["shape"])}) for slot in begun["slots"]]
+    try:
+        sums, overflowed = together(group, lambda: _write(path, index, part, slots, group, tell), f"writing {out}")
+        told = torch.from_numpy(np.append(sums.view(np.int64), overflowed)).to(group.device)
+        group.all_reduce(told, "sum")
+        sums, overflowed = told[:-1].cpu().numpy().view(np.uint64), int(told[-1])
+        led(group, lambda: _publish(part, out, sums), f"publishing {out}")
+    except BaseException:
+        if group.leads:
+            part.unlink(missing_ok=True)
+        raise
+    return Converted(str(out), index.step, len(slots), sum(slot.nbytes for slot in slots), overflowed)
+
+
+def _target(slot: Slot, dtype: str | None) -> Slot:
+    """The tensor as it is written: weights in floating point take the new dtype, all else keeps its own."""
+    fits = dtype and slot.name.startswith(WEIGHTS) and slot.dtype in FLOATS
+    return replace(slot, dtype=DTYPES[dtype] if fits else slot.dtype)
+
+
+def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]:
+    if out.exists():
+        raise CheckpointError(f"{out} is there already", "a file is never written over", "give another name")
+    ordered = sorted(wanted, key=lambda slot: (slot.nbytes >= format.ALIGN_FROM_BYTES, slot.name))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    keep.check_room(out.parent, format.needed_bytes(ordered))
+    part = out.parent / keep.part_name(out.name)
+    try:
+        placed = format.lay_out(part, ordered, index.step, index.attributes)
+        disk.reserve(part)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return {"part": str(part), "slots": [asdict(slot) for slot in placed]}
+
+
+def _write(
+    path: Path, index: Index, part: Path, slots: Sequence[Slot], group: Group, tell: Tell
+) -> tuple[np.ndarray, int]:
+    """Convert this rank's share; gives its checksums, 0 for all other blocks, and how many numbers overflowed."""
+    source = {slot.name: slot for slot in index.slots}
+    sums, overflowed = np.zeros(sum(slot.blocks for slot in slots), np.uint64), 0
+    for parts in mine(slots, group, tell):
+        found = read(path, [one.of(source[one.slot.name]) for one in parts], index.table)
+        ready = [memory.to(getattr(torch, one.slot.dtype)) for one, memory in zip(parts, found, strict=True)]
+        disk.write(part, [_piece(one, memory) for one, memory in zip(parts, ready, strict=True)], sync=False)
+        for one, before, after in zip(parts, found, ready, strict=True):
+            values = made(after)
+            first = one.slot.first + one.block
+            sums[first : first + len(values)] = values
+            if before is not after and after.is_floating_point():
+                overflowed += int((_wide(before).isfinite() & ~_wide(after).isfinite()).sum())
+    sync_file(part)
+    return sums, overflowed
+
+
+def _wide(numbers: torch.Tensor) -> torch.Tensor:
+    """torch tests one-byte floats for infinities only after widening."""
+    return numbers if numbers.element_size() > 1 else numbers.float()
+
+
+def _piece(part: Part, memory: torch.Tensor) -> disk.Piece:
+    return disk.Piece(part.at, memory.view(torch.uint8))
+
+
+def _publish(part: Path, out: Path, sums: np.ndarray) -> None:
+    format.mark_complete(part, sums)
+    sync_file(part)
+    os.replace(part, out)
+    sync_file(out.parent)
