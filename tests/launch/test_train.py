@@ -259,7 +259,7 @@ def test_a_run_whose_ranks_were_killed_logs_each_step_once(unbroken, launch, fol
     ("override", "message"),
     [
         ("train.step=5", "hpctrain: small.toml: train.step is not a known key\n  did you mean train.steps?\n"),
-        ("parallel.dp=3", "hpctrain: parallel.dp = 3 is not the number of ranks, 2\n"),
+        ("parallel.dp=3", "hpctrain: parallel.dp x pp x tp = 3 x 1 x 1 is not the number of ranks, 2\n"),
         ("train.batch=63", "hpctrain: train.batch = 63 does not divide over 2 data-parallel ranks\n"),
         ("data.validation=0.0", "hpctrain: train.validate_every = 8, and there is no sample to validate with\n"),
         ("log.tensorboard=1", "hpctrain: small.toml: log.tensorboard = 1 cannot be\n  it should be true or false\n"),
