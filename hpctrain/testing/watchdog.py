@@ -121,8 +121,10 @@ class Watchdog:
         return False
 
     def _print_traces(self) -> None:
+        faulthandler.dump_traceback(self.traces, all_threads=True)  # here, as a handler may meet frames that change
         for peer in self.peers:
-            peer.dump(self.namespace)
+            if peer.pid != os.getpid():
+                peer.dump(self.namespace)
         time.sleep(DUMP_SECONDS)
         for peer in self.peers:
             text = f"\n--- rank {int(peer.traces.name)}, all threads\n{peer.traces.read_text()}"
