@@ -16,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,12 @@ from hpctrain.plan.weights import ModelShape, weights
 FORMATS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}}
 
 
+def check_installed() -> None:
+    """Raise ConfigError where DeepSpeed is not installed; it is not imported."""
+    if find_spec("deepspeed") is None:
+        raise _missing("No module named 'deepspeed'")
+
+
 def load_deepspeed(local_rank: int) -> ModuleType:
     """Import DeepSpeed for CPUs; raises ConfigError where it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -41,15 +48,19 @@ def load_deepspeed(local_rank: int) -> ModuleType:
         with _quiet():
             import deepspeed
     except ImportError as error:
-        raise ConfigError(
-            f"--against deepspeed: {error}",
-            "DeepSpeed is an optional package",
-            "install it: DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install deepspeed",
-        ) from error
+        raise _missing(error) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # none is compiled
     warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # at every collective
     return deepspeed
+
+
+def _missing(why: object) -> ConfigError:
+    return ConfigError(
+        f"--against deepspeed: {why}",
+        "DeepSpeed is an optional package",
+        "install it: DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install deepspeed",
+    )
 
 
 class DeepSpeed:

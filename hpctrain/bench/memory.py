@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.bench.deepspeed import check_installed
 from hpctrain.bench.start import finish
 from hpctrain.bench.step import contestant
 from hpctrain.comm.group import SoloGroup
@@ -55,10 +56,13 @@ def run(
 ) -> list[Row]:
     """Start every contestant once. ``launcher`` is the command before the program, with ``{ranks}`` in it.
 
-    Raises UsageError for unknown contestants, and for one that fails.
+    Raises UsageError for unknown contestants, and for one that fails; ConfigError where a package is missing, before
+    any is started.
     """
     for name in against:
         contestant(name)
+        if name.startswith("deepspeed"):
+            check_installed()
     with tempfile.TemporaryDirectory(prefix="hpctrain-memory-") as folder:
         chosen = load(config, settings)
         prefix = ready(chosen.data, Path(folder), SoloGroup())[0].path

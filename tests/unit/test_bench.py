@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from hpctrain.bench.deepspeed import load_deepspeed, settings
 from hpctrain.bench.footprint import watch
-from hpctrain.bench.memory import Row, table
+from hpctrain.bench.memory import Row, run, table
 from hpctrain.bench.step import contestant
 from hpctrain.config import Config, ModelConfig, parse
 from hpctrain.errors import ConfigError, UsageError
@@ -34,6 +35,14 @@ def test_deepspeed_that_is_not_installed_is_told_with_the_way_to_install_it(monk
         load_deepspeed(0)
     assert caught.value.what.startswith("--against deepspeed: ")
     assert caught.value.mend == "install it: DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install deepspeed"
+
+
+def test_a_package_that_is_missing_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match="--against deepspeed: No module named 'deepspeed'"):
+        run(tmp_path / "there is none.toml", 2, "no-launcher {ranks}", ("zero-0", "deepspeed-1"), 1)
 
 
 @pytest.mark.parametrize("compute", ["fp16", "fp64"])
