@@ -11,10 +11,21 @@ from torch import Tensor
 from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.optim.flat import Flat, Piece
 from hpctrain.optim.optimizer import Optimizer
+from hpctrain.parallel.zero import Sharded
 from tests.support import threads
 
 Tensors = dict[str, Tensor]  # whole tensors by the parameter's name
 States = dict[str, Tensors]  # state -> parameter -> the whole of it
+
+
+def gradients(data: Sharded) -> Tensors:
+    """Every parameter's reduced gradient, whole. Collective."""
+    found = {}
+    for part in data.parts:
+        whole = torch.empty(part.unit.total, dtype=part.gradient.dtype)
+        data.group.all_gather(whole, part.gradient, sizes=part.sizes)
+        found |= {slot.name: part.place(slot, whole) for slot in part.unit.slots}
+    return found
 
 
 def random(shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float64) -> Tensors:

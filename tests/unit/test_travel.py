@@ -20,6 +20,7 @@ from hpctrain.parallel.units import Ranks
 from hpctrain.parallel.zero import Formats, Sharded, shard
 from hpctrain.plan.weights import ModelShape
 from tests.support import threads
+from tests.support.shards import gradients
 
 SHAPE = ModelShape.of(ModelConfig(layers=3, width=24, heads=2, sequence=16), vocabulary=41)
 EXACT = Formats()
@@ -68,15 +69,6 @@ def take(model: Transformer, data: Sharded, group: Group, step: int) -> float:
         total += float(loss.detach())
     data.finish()
     return total
-
-
-def gradients(data: Sharded) -> dict[str, Tensor]:
-    found = {}
-    for part in data.parts:
-        whole = torch.empty(part.unit.total, dtype=part.gradient.dtype)
-        data.group.all_gather(whole, part.gradient, sizes=part.sizes)
-        found |= {slot.name: part.place(slot, whole) for slot in part.unit.slots}
-    return found
 
 
 def on_grid(far: int, near: int, stage: int, formats: Formats = EXACT, neighbours: bool = True) -> list[Course]:

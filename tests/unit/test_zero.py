@@ -21,6 +21,7 @@ from hpctrain.plan.weights import ModelShape
 from hpctrain.schedule.action import accumulate
 from hpctrain.watch.meter import PHASES, Meter
 from tests.support import threads
+from tests.support.shards import gradients
 
 STAGES = [0, 1, 2, 3]
 
@@ -47,16 +48,6 @@ def backward(data: Sharded, *losses: Tensor) -> None:
         with data.reducing(last=number == len(losses)):
             loss.backward()
     data.finish()
-
-
-def gradients(data: Sharded) -> dict[str, Tensor]:
-    """Every parameter's reduced gradient, whole. Collective."""
-    found = {}
-    for part in data.parts:
-        whole = torch.empty(part.unit.total, dtype=part.gradient.dtype)
-        data.group.all_gather(whole, part.gradient, sizes=part.sizes)
-        found |= {slot.name: part.place(slot, whole) for slot in part.unit.slots}
-    return found
 
 
 def plain(*uses: tuple[Tensor, Sequence[int]]) -> dict[str, Tensor]:
