@@ -2,9 +2,9 @@
 
 Weights that stay (``resident``) are brought once after each update, all units in one order, each waited for where it is
 used. Weights that come and go are brought in the order in which the first step used them, forwards and backwards:
-as many ahead as there is room for. A gather is a collective, so nothing here depends on how fast one is: every rank
-asks for the same ones in the same order, given that all ranks use the units in one order. Held units are brought
-before the others and stay until the step is over.
+as many ahead as there is room for, and from then on to places that stay (``shelf.py``). A gather is a collective, so
+nothing here depends on how fast one is: every rank asks for the same ones in the same order, given that all ranks use
+the units in one order. Held units are brought before the others and stay until the step is over.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from itertools import islice
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hpctrain.parallel.shelf import crowded, off_shelves, settle
 from hpctrain.parallel.travel import Travel
-from hpctrain.parallel.units import Part
+from hpctrain.parallel.units import Part, Shelf
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class Conveyor:
         self._record: list[Part] = []
         self._comers = len(parts) - len(self._held)
         self._pinned = False
+        self._used: set[Part] = set()  # that come and go, and are in use now
+        self._alone = True  # whether no two of them were in use at once
 
     def attach(self, module: nn.Module, modules: dict[str, nn.Module]) -> None:
         """Bring weights when modules run. ``modules`` are those of the units, by unit."""
@@ -48,6 +51,7 @@ class Conveyor:
     def begin(self) -> None:
         """A step begins; ranks that will use nothing in it bring resident weights all the same."""
         self._next, self._record = 0, []
+        self._used.clear()
         self._forget()
         if self.resident:
             self.need()
@@ -56,7 +60,9 @@ class Conveyor:
         """Return when these are whole."""
         for part in needed:
             self._follow(part)
-        for part in self.parts if self.resident else (*needed, *self._window(*needed)):
+        self._used.update(part for part in needed if not part.unit.held)
+        self._alone &= len(self._used) <= 1
+        for part in self.parts if self.resident else (*needed, *self._window()):
             self._start(part)
         for part in needed:
             part.gathering.wait()
@@ -64,16 +70,18 @@ class Conveyor:
     def release(self, part: Part) -> None:
         """The unit is not in use any more; it goes, unless it is used again before what there is room for."""
         part.busy = False
+        self._used.discard(part)
         if not (self.resident or part.unit.held or self._pinned) and part not in self._window():
             self._free(part)
 
     def finish(self) -> None:
-        """The step is over, and the weights are to change: all that is whole now will be old."""
-        if self._order is None and self._record:
-            self._order = self._record
+        """The step is over, and the weights are to change: all that is whole now will be old. Collective."""
         self._next = None
         self.drop()
         self._forget()
+        if self._order is None and self._record:
+            self._order = self._record
+            settle(self.parts, self.travel, self.room_bytes, self._alone)
 
     def drop(self) -> None:
         """Let every unit go."""
@@ -83,25 +91,28 @@ class Conveyor:
     @contextmanager
     def pinned(self) -> Iterator[None]:
         """All weights are whole inside. Collective."""
-        for part in self.parts:
-            self._start(part)
-            part.gathering.wait()
-        self._pinned = True
-        try:
-            yield
-        finally:
-            self._pinned = False
         if not self.resident:
             self.drop()
+        with off_shelves(self.parts):
+            for part in self.parts:
+                self._start(part)
+                part.gathering.wait()
+            self._pinned = True
+            try:
+                yield
+            finally:
+                self._pinned = False
+            if not self.resident:
+                self.drop()
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
 
     def _attach(self, part: Part, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda *_: self.need(part))
         if not self.resident:
-            module.register_forward_hook(lambda _module, _inputs, output: self._used(part, output))
+            module.register_forward_hook(lambda _module, _inputs, output: self._ran(part, output))
 
-    def _used(self, part: Part, output: object) -> None:
+    def _ran(self, part: Part, output: object) -> None:
         """After a forward. The backward needs the weights again when the gradient of an output is there."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -134,16 +145,16 @@ class Conveyor:
             return None
         return self._order[self._next]
 
-    def _window(self, *used: Part) -> dict[Part, int]:
-        """What is used next, as far as there is room for it beside what is used now, and the bytes of each."""
-        window = {part: part.full.nbytes for part in used if not part.unit.held}
-        alive = sum(window.values())
+    def _window(self) -> dict[Part, Shelf | None]:
+        """What is used next, as far as there is room for it beside what is used now, and the shelf of each."""
+        window = {part: part.shelf for part in self._used}
+        alive = sum(part.full.nbytes for part in window)
         for part in islice(self._order or (), self._next, None) if self._next is not None else ():
             if part not in window:
                 alive += part.full.nbytes
-                if alive > self.room_bytes:
+                if alive > self.room_bytes or (part.shelf and part.shelf in window.values()):
                     break
-                window[part] = part.full.nbytes
+                window[part] = part.shelf
             elif len(window) == self._comers:
                 break
         return window
@@ -153,10 +164,23 @@ class Conveyor:
     def _start(self, part: Part) -> None:
         if part.whole:
             return
+        self._clear(part)
         part.whole = True
         if not self.resident:
             part.show()
         part.gathering = self.travel.gather(part)
+
+    def _clear(self, part: Part) -> None:
+        """Take from the unit's shelf what will not be used there; where it is used, this one gets its own memory."""
+        other = part.shelf and part.shelf.on
+        if not (other and other.whole):
+            return
+        if other not in self._used:
+            self._free(other)
+        elif self._next is not None and self._record.count(part) > 1:
+            raise crowded(part, other)
+        else:
+            part.put_up(None)
 
     def _free(self, part: Part) -> None:
         part.gathering.wait()

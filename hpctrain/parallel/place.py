@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.model.init import Fill
-from hpctrain.parallel.units import Part, Ranks, Second
+from hpctrain.parallel.units import Part, Ranks, Second, gone
 from hpctrain.plan.layout import Box
 from hpctrain.plan.units import Slot, Stage, Unit
 from hpctrain.precision.masters import Masters, wide
@@ -48,7 +48,7 @@ def build(
     formats = [compute or parameters[unit.slots[0].name].dtype for unit in units]
     devices = [parameters[unit.slots[0].name].device for unit in units]
     place = _Place(units, devices, inner)
-    fulls = place.apart(formats) if stage.weights else place.arena(formats, _common(inner))
+    fulls = place.apart(formats) if stage.weights else place.arena(formats, common(inner))
     owns = place.owned(formats) if stage.weights else place.cut(fulls)
     readers = inner if inner.size > 1 else ranks.outer
     widths = [summed or wide(format) for format in formats]
@@ -104,7 +104,7 @@ class _Place:
     def apart(self, formats: Sequence[torch.dtype]) -> list[Tensor]:
         """Memory that comes and goes for each unit alone; gone now, so that there never is a whole model."""
         rows = zip(self.totals, formats, self.devices, strict=True)
-        return [_gone(torch.empty(total, dtype=format, device=device)) for total, format, device in rows]
+        return [gone(torch.empty(total, dtype=format, device=device)) for total, format, device in rows]
 
     def arena(self, formats: Sequence[torch.dtype], make: Make) -> list[Tensor]:
         """One memory for all units of a format."""
@@ -141,12 +141,9 @@ class _Place:
         return [laid[i] for i in range(len(sizes))]
 
 
-def _gone(memory: Tensor) -> Tensor:
-    memory.untyped_storage().resize_(0)
-    return memory
+def common(group: Group) -> Make:
+    """Makes flat memory, one for all ranks of a node where these can share it. Collective."""
 
-
-def _common(group: Group) -> Make:
     def make(numel: int, dtype: torch.dtype) -> Tensor:
         memory = group.common(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=group.device) if memory is None else memory

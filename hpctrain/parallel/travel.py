@@ -46,6 +46,11 @@ class Travel:
         """Whether gradients are copied, as codes, when they leave."""
         return self.gradients is not None and self.ranks.inner.size > 1
 
+    @property
+    def plain(self) -> bool:
+        """Whether every gather is one of all ranks that share a copy, as the weights are."""
+        return self.weights is None and self.ranks.near is None
+
     def gather(self, part: Part) -> Handle:
         """Start to bring a unit's weights, from neighbours where these have all of it."""
         if part.near is not None and part.near.kept:

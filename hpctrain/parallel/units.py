@@ -72,6 +72,15 @@ class Second:
 
 
 @dataclass(eq=False)
+class Shelf:
+    """Memory on which units that come and go take turns, large enough for each of them; live."""
+
+    memory: Tensor
+    on: Part | None = None
+    """The unit that was brought last."""
+
+
+@dataclass(eq=False)
 class Part:
     """A unit on this rank; live: its weights come and go, and it counts the gradients that have come."""
 
@@ -97,6 +106,8 @@ class Part:
     """What neighbours keep of the weights; None where they keep nothing."""
     pooled: Tensor | None = None
     """The lent memory that ``buffer`` is in."""
+    shelf: Shelf | None = None
+    """Where the weights have their place when they are here; None where they get memory each time, or always stay."""
     whole: bool = False
     """Whether all weights are here, or on their way."""
     busy: bool = False
@@ -165,9 +176,17 @@ class Part:
                 pieces.append(Piece(slot.name, slot.shape, self.first(slot), first - start, last - start))
         return Flat(self.master[own], self.gradient[own], decay, tuple(pieces))
 
+    def put_up(self, shelf: Shelf | None) -> None:
+        """Give the weights, which are away, a place on a shelf, or with None memory of their own each time."""
+        self.shelf = shelf
+        self.full = gone(torch.empty_like(self.full)) if shelf is None else shelf.memory[: self.unit.total]
+
     def show(self) -> None:
         """Give the weights their memory back."""
-        self.full.untyped_storage().resize_(self.full.nbytes)
+        if self.shelf is None:
+            self.full.untyped_storage().resize_(self.full.nbytes)
+        else:
+            self.shelf.on = self
         self.bind()
 
     def bind(self) -> None:
@@ -180,7 +199,14 @@ class Part:
         nothing = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)  # a read finds no numbers
         for slot in self.unit.slots:
             self.parameters[slot.name].data = nothing.expand(self.boxes[slot.name].shape)
-        self.full.untyped_storage().resize_(0)
+        if self.shelf is None:
+            gone(self.full)
+
+
+def gone(memory: Tensor) -> Tensor:
+    """The same tensor without its memory."""
+    memory.untyped_storage().resize_(0)
+    return memory
 
 
 def _kind(slot: Slot) -> Kind:

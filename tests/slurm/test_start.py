@@ -98,7 +98,7 @@ def test_ranks_that_srun_did_not_introduce_refuse_to_work_alone(cluster, script,
     done = cluster.srun(2, 2, "python", script(WHO), mpi="none")
     assert done.returncode == 2
     left = "".join(line for line in done.stderr.splitlines(True) if "Exited with exit code 2" in line)
-    assert "node1: task" in left and "node2: task" in left  # ranks that leave together share a line, others have one each
+    assert "node1: task" in left and "node2: task" in left  # those that leave together share a line
     assert "srun started 4 ranks (SLURM_STEP_NUM_TASKS = 4), but for MPI this process is alone" in done.stderr
     assert "--mpi=pmi2" in done.stderr and "srun --mpi=list" in done.stderr
     assert files(tmp_path) == []

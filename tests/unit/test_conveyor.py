@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.comm.group import Handle, SoloGroup
+from hpctrain.errors import HpctrainError
 from hpctrain.parallel.zero import Sharded, shard
 
 WIDTH = 4
@@ -57,7 +58,7 @@ class Watched:
         def shown() -> None:
             self.events.append(f"+{index}")
             show()
-            self.alive = max(self.alive, sum(p.full.untyped_storage().nbytes() for p in self.sharded.parts))
+            self.alive = max(self.alive, sum(p.full.nbytes for p in self.sharded.parts if p.whole))
 
         def hidden() -> None:
             self.events.append(f"-{index}")
@@ -74,6 +75,41 @@ class Watched:
             self.model(torch.ones(1, WIDTH), used).backward()
         self.sharded.finish()
         return " ".join(self.events)
+
+
+class Nested(nn.Module):
+    """Two layers, the second inside of the first one or after it, which comes to the same."""
+
+    nests = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Module()
+        self.outer.layer, self.outer.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.outer.forward = self._outer
+
+    def _outer(self, x: Tensor) -> Tensor:
+        x = self.outer.layer(x)
+        return self.outer.inner(x) if self.nests else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.outer(x)
+        return x if self.nests else self.outer.inner(x)
+
+
+def train(sharded: Sharded, x: Tensor) -> Tensor:
+    """Take a step that updates nothing, and give what the model made."""
+    sharded.begin()
+    made = sharded.module(x)
+    with sharded.reducing():
+        made.sum().backward()
+    sharded.finish()
+    return made.detach()
+
+
+def places(sharded: Sharded) -> list[int]:
+    """Where gathered weights lie; 0 for nowhere."""
+    return sorted({part.full.untyped_storage().data_ptr() for part in sharded.parts})
 
 
 def gathered(events: str) -> list[str]:
@@ -93,6 +129,50 @@ def test_later_steps_bring_the_next_unit_while_one_runs_and_keep_what_is_used_at
     assert told[:10] == ["+0", "+1", "-0", "0", "+2", "-1", "1", "+3", "2", "3"]
     assert told[10:] == ["-3", "+1", "-2", "+0", "-1", "-0"]
     assert watched.alive == 2 * UNIT_BYTES
+
+
+@pytest.mark.parametrize("units", [1, 2, 3, 4, 5])
+def test_after_the_first_step_units_take_turns_in_memory_that_stays(units: int) -> None:
+    watched = Watched(gather_bytes=units * UNIT_BYTES)
+    assert places(watched.sharded) == [0]
+    watched.step()
+    found = places(watched.sharded)
+    assert len(found) == min(units, 4) and 0 not in found
+    watched.step()
+    assert places(watched.sharded) == found
+
+
+def test_units_that_are_in_use_at_once_get_memory_each_time() -> None:
+    model = Nested()
+    sharded = shard(model, SoloGroup(), 3, units=["outer", "outer.inner"])
+    for _ in range(2):
+        train(sharded, torch.ones(1, WIDTH))
+        assert places(sharded) == [0]
+
+
+def test_a_unit_that_is_used_inside_of_another_one_later_on_gets_memory_of_its_own() -> None:
+    model = Nested()
+    model.nests = False
+    sharded = shard(model, SoloGroup(), 3, units=["outer", "outer.inner"], gather_bytes=1)
+    train(sharded, torch.ones(1, WIDTH))
+    assert len(places(sharded)) == 1
+    expected = train(sharded, torch.ones(1, WIDTH))
+    model.nests = True
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(1, WIDTH)), expected)
+    torch.testing.assert_close(train(sharded, torch.ones(1, WIDTH)), expected)
+
+
+def test_a_unit_whose_place_is_taken_while_its_backward_is_to_come_is_an_error() -> None:
+    model = Nested()
+    model.nests = False
+    sharded = shard(model, SoloGroup(), 3, units=["outer", "outer.inner"], gather_bytes=1)
+    train(sharded, torch.ones(1, WIDTH))
+    sharded.begin()
+    once = model(torch.ones(1, WIDTH))
+    model.nests = True
+    with pytest.raises(HpctrainError, match=r"'outer.inner' is used inside of unit 'outer', which it was not"):
+        model(once)
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])

@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import Held
 from hpctrain.comm.group import Group, SoloGroup
-from hpctrain.config import ModelConfig, OptimConfig
+from hpctrain.config import OptimConfig
 from hpctrain.errors import ConfigError, ShapeError
-from hpctrain.model.init import initialise
-from hpctrain.model.transformer import Transformer
 from hpctrain.optim.adamw import AdamW
 from hpctrain.optim.clip import global_norm, scale_
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.zero import Formats, Sharded, shard
 from hpctrain.plan.mesh import Mesh
-from hpctrain.plan.weights import ModelShape, parameters
 from tests.support import saving, threads
 
 STAGES = [0, 1, 2, 3]
@@ -262,84 +259,6 @@ def test_a_module_with_nothing_to_train_takes_its_steps(stage: int, kind: str) -
         return global_norm([flat.gradient for flat in sharded.flats()], sharded.group)
 
     assert threads.run(2, act) == [0.0, 0.0]
-
-
-# ---- what it weighs
-
-SHAPE = ModelShape.of(ModelConfig(layers=6, width=24, heads=2, sequence=16), vocabulary=40)
-
-
-def bytes_of(*tensors: Tensor) -> int:
-    """Of the memory that these lie in."""
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_holds_what_the_zero_paper_says(stage: int, ranks: int) -> None:
-    whole = 4 * parameters(SHAPE)
-
-    def act(group: Group) -> tuple[int, ...]:
-        model = Transformer(SHAPE)
-        initialise(model, SHAPE, 1)
-        sharded = shard(model, group, stage)
-        optimizer = AdamW(sharded.flats(), OPTIM, sharded.group)
-        alive = []
-        for block in model.blocks.values():
-            block.register_forward_hook(lambda *_: alive.append(bytes_of(*(p.full for p in sharded.parts))))
-        tokens = torch.zeros(1, 8, dtype=torch.int64)
-        for _ in range(2):
-            sharded.begin()
-            with sharded.reducing():
-                model.loss(tokens, tokens)[0].backward()
-            sharded.finish()
-        lent = [x for free in sharded.gradients.pool.values() for x in free]
-        weights = bytes_of(*model.parameters(), *(x for p in sharded.parts for x in (p.full, p.own, p.master)))
-        buffers = [p.buffer for p in sharded.parts if p.buffer is not None]
-        gradients = bytes_of(*(p.gradient for p in sharded.parts), *buffers)
-        return weights, gradients, bytes_of(*optimizer.exp_avg, *optimizer.exp_avg_sq), bytes_of(*lent), max(alive)
-
-    held = [unit for unit in shard(Transformer(SHAPE), SoloGroup(), 0).parts if unit.unit.held]
-    block = (whole - 4 * sum(part.unit.total for part in held)) // SHAPE.layers
-    shared = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks, ranks, ranks)}[stage]
-    for weights, gradients, states, lent, alive in threads.run(ranks, act):
-        expected = (whole / shared[0], whole / shared[1], 2 * whole / shared[2])
-        assert (weights, gradients, states) == pytest.approx(expected, rel=0.02)
-        assert lent == (2 * block + 4 * max(part.unit.total for part in held) if stage > 1 else 0)
-        assert alive <= (1.01 * whole if stage < 3 else 4 * sum(part.unit.total for part in held) + 2 * block)
-
-
-PAPER = {  # Rajbhandari 2020, section 5 and figure 1: bytes of P parameters, of 2 and 2 and 12 each, on n ranks
-    0: lambda p, n: 16 * p,
-    1: lambda p, n: 4 * p + 12 * p / n,
-    2: lambda p, n: 2 * p + 14 * p / n,
-    3: lambda p, n: 16 * p / n,
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_in_bf16_the_state_of_a_model_has_the_bytes_of_the_zero_paper(stage: int, ranks: int) -> None:
-    """With gradients in bf16 as there; beside it the lent memory, which the plan tells as buffers."""
-
-    def act(group: Group) -> int:
-        model = Transformer(SHAPE)
-        initialise(model, SHAPE, 1)
-        sharded = shard(model, group, stage, formats=Formats(torch.bfloat16, torch.bfloat16))
-        optimizer = AdamW(sharded.flats(), OPTIM, sharded.group)
-        tokens = torch.zeros(1, 8, dtype=torch.int64)
-        sharded.begin()
-        with sharded.reducing():
-            model.loss(tokens, tokens)[0].backward()
-        sharded.finish()
-        optimizer.update(0.1, 0)
-        parts = sharded.parts
-        kept = [x for p in parts for x in (p.full, p.own, p.master, p.gradient, p.buffer) if x is not None]
-        return bytes_of(*model.parameters(), *kept, *optimizer.exp_avg, *optimizer.exp_avg_sq)
-
-    expected = PAPER[stage](parameters(SHAPE), ranks)
-    for found in threads.run(ranks, act):
-        assert found == pytest.approx(expected, rel=0.02)
 
 
 # ---- what is chosen
