@@ -27,6 +27,7 @@ from hpctrain.bench.step import contestant
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import load
 from hpctrain.data.prepare import ready
+from hpctrain.errors import UsageError
 
 MIB = 2**20
 
@@ -53,11 +54,11 @@ class Row:
 
 def run(
     config: Path, ranks: int, launcher: str, against: Sequence[str], turns: int, settings: Sequence[str] = ()
-) -> list[Row]:
-    """Start every contestant once. ``launcher`` is the command before the program, with ``{ranks}`` in it.
+) -> tuple[list[Row], list[UsageError]]:
+    """Start every contestant once: the rows of those that trained, and the errors of those that did not.
 
-    Raises UsageError for unknown contestants, and for one that fails; ConfigError where a package is missing, before
-    any is started.
+    ``launcher`` is the command before the program, with ``{ranks}`` in it. Raises UsageError for unknown contestants,
+    and ConfigError where a package is missing, before any is started.
     """
     for name in against:
         contestant(name)
@@ -67,13 +68,16 @@ def run(
         chosen = load(config, settings)
         prefix = ready(chosen.data, Path(folder), SoloGroup())[0].path
         settings = (*settings, f"run.dir={folder}", f'data.sources=[{{path="{prefix}"}}]')
-        rows = []
+        rows, failed = [], []
         for name in against:
             told = Path(folder) / f"{name}.json"
             program = [sys.executable, "-m", "hpctrain.bench.footprint", name, str(turns), str(told), str(config)]
-            finish([*shlex.split(launcher.format(ranks=ranks)), *program, *settings])
-            rows += table(name, json.loads(told.read_text()))
-    return rows
+            try:
+                finish([*shlex.split(launcher.format(ranks=ranks)), *program, *settings])
+                rows += table(name, json.loads(told.read_text()))
+            except UsageError as error:
+                failed.append(error)
+    return rows, failed
 
 
 def table(name: str, found: dict[str, Any]) -> Iterator[Row]:

@@ -149,7 +149,11 @@ def memory(
     from hpctrain.bench.memory import run
 
     names = ("hpctrain", *_names(against))
-    _show(run(config, ranks, launcher, names, turns, set or ()), as_json, f"{ranks} ranks, MiB, {turns} timed steps")
+    rows, failed = run(config, ranks, launcher, names, turns, set or ())
+    if rows:
+        _show(rows, as_json, f"{ranks} ranks, MiB, {turns} timed steps")
+    if failed:
+        raise failed[0]
 
 
 def _names(text: str) -> tuple[str, ...]:

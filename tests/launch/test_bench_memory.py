@@ -56,3 +56,11 @@ def test_a_launch_that_fails_is_told_with_the_end_of_what_it_said(launch, comman
     done = launch(0, *command, "--against", "", "--launcher", "false {ranks}")
     assert done.returncode == 2
     assert "ended with 1" in done.stderr
+
+
+def test_a_contestant_that_fails_takes_no_figures_of_the_others_away(launch, command, tmp_path: Path) -> None:
+    (tmp_path / "launcher").write_text(f'case "$*" in *fsdp2*) exit 3;; esac\nexec {ROOT}/.ci/mpirun "$@"\n')
+    done = launch(0, *command, "--against", "fsdp2", "--launcher", f"sh {tmp_path}/launcher {{ranks}}")
+    assert done.returncode == 2
+    assert {row["name"] for row in json.loads(done.stdout)} == {"hpctrain"}
+    assert "fsdp2" in done.stderr and "ended with 3" in done.stderr
