@@ -40,11 +40,12 @@ class Guard:
         self._installed = False
         self._told: BaseException | None = None
         self._exit_code = 0
+        self._failed_alike = False
 
     def arm(self, comm: MPI.Comm | None, seconds: float) -> None:
         """Begin to watch: the ranks of ``comm`` belong together until they part. ``seconds`` limits the parting."""
         self._comm, self._seconds = comm, seconds
-        self._armed, self._told, self._exit_code = True, None, 0
+        self._armed, self._told, self._exit_code, self._failed_alike = True, None, 0, False
         self._install()
 
     def leave(self, error: BaseException | None) -> None:
@@ -105,19 +106,28 @@ class Guard:
         raise SystemExit(status)
 
     def _at_exit(self) -> None:
-        if not self._armed:
-            return
-        if self._told:
+        if self._armed and self._told:
             self._abort(_code(self._told))
-        if self._part(SystemExit(self._exit_code), self._exit_code):
-            return
-        if self._exit_code:
+        if not self._armed or self._part(SystemExit(self._exit_code), self._exit_code):
+            self._drain()
+        elif self._exit_code:
             self.abort(SystemExit(self._exit_code))
-        self._others_failed()
+        else:
+            self._others_failed()
+
+    def _drain(self) -> None:
+        """Let the launcher read what rank 0 told of an error of all; the others wait for it in MPI's own end.
+
+        The first rank that ends with an error makes the launcher end the job.
+        """
+        if self._failed_alike and self._rank == 0:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            within(lambda: False, DRAIN_SECONDS)
 
     def _forked(self) -> None:
         """A forked child is no rank, and its end is its parent's affair."""
-        self._armed = False
+        self._armed = self._failed_alike = False
 
     # ---- parting ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +143,9 @@ class Guard:
             if not code:
                 self.abort(late(missing(self._comm), "the end of the run", self._seconds))
             return False
-        return bytes(theirs) == mine * self._comm.size
+        alike = bytes(theirs) == mine * self._comm.size
+        self._failed_alike = alike and code != 0
+        return alike
 
     def _others_failed(self) -> NoReturn:
         """Another rank has failed and ends the job: wait for it, so that its message is the one that is read."""

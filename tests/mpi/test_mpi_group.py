@@ -11,6 +11,7 @@ from hpctrain.comm.group import SoloGroup
 from hpctrain.comm.mpi import MpiGroup
 from hpctrain.errors import CommError, LateError, ShapeError
 from tests.contract.group import GroupContract, numbers
+from tests.support.runs import shared_folder
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
@@ -124,13 +125,15 @@ def test_a_group_goes_on_after_ranks_have_differed(open_group, comm):
 
 
 @pytest.mark.parametrize("elements", [4, 100_000])
-def test_a_late_rank_is_named_and_told(open_group, comm, nodes, elements):
+def test_a_late_rank_is_named_and_told(open_group, comm, nodes, elements, tmp_path):
     group = open_group(node_key=nodes[comm.rank], timeout_seconds=1, name="late")
+    folder = shared_folder(comm, tmp_path)
     group.barrier()
-    if comm.rank == 1:
-        time.sleep(4)
+    while comm.rank == 1 and len(list(folder.iterdir())) < 3:  # until the others have given up; without a look at MPI
+        time.sleep(0.02)
     with pytest.raises(LateError) as told:
         group.all_reduce(torch.zeros(elements))
+    (folder / str(comm.rank)).touch()
     operation = f"#2 all_reduce sum of {elements} float32"
     if comm.rank == 1:
         assert "gave up: this rank is late" in str(told.value) and operation in str(told.value)

@@ -13,16 +13,16 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpctrain.config import Config
 from tests.support.matrix import ROWS, knobs, name_of, on_one_rank, too_far
 from tests.support.pairs import Row
-from tests.support.runs import course, difference, shared_folder, small_config, write_tokens
+from tests.support.runs import by_turns, course, difference, shared_folder, small_config, write_tokens
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
 First = Callable[[int], MPI.Comm | None]
 Course = dict[str, torch.Tensor]
-STEPS = 4
+Run = tuple[tuple[str, ...], int]
+STEPS, LONG = 4, 20
 # A gentle rate: Adam divides by small numbers, and what fp32 rounds differently grows with every step.
 SIZES = ("model.width=32", "train.batch=16", "optim.rate=1e-3")
 BOUND = {"fp64": 1e-10, "fp32": 1e-5}
@@ -30,6 +30,7 @@ CASES = {
     "twenty steps": ("precision.compute=fp32", "train.microbatch=1", "optim.rate=1e-3"),
     "within documents": ("data.cross_documents=false", "precision.compute=fp64", "model.tied=false"),
 }
+RUNS: list[Run] = [((*SIZES, *knobs(row)), STEPS) for row in ROWS] + [(case, LONG) for case in CASES.values()]
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +44,13 @@ def folder(comm: MPI.Comm, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(comm: MPI.Comm) -> Callable[[Config, int], Course]:
-    """The course of a run on one rank, told to all; the last rank makes it, once, while the first two are at theirs."""
-    courses: dict[str, Course] = {}
+def alone(comm: MPI.Comm, folder: Path) -> Callable[[Run], Course]:
+    """The course of a run on one rank, told to all."""
 
-    def of(config: Config, steps: int) -> Course:
-        config, last = on_one_rank(config), comm.size - 1
-        key = config.model_dump_json()
-        if key not in courses:
-            courses[key] = comm.bcast(course(config, MPI.COMM_SELF, steps) if comm.rank == last else None, last)
-        return courses[key]
+    def make(run: Run) -> Course:
+        return course(on_one_rank(small_config(folder, *run[0])), MPI.COMM_SELF, run[1])
 
-    return of
+    return by_turns(comm, RUNS, make)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -62,9 +58,9 @@ def alone(comm: MPI.Comm) -> Callable[[Config, int], Course]:
 def test_any_two_choices_together_train_what_one_rank_trains(
     row: Row, ranks: int, comm: MPI.Comm, first: First, folder: Path, alone
 ) -> None:
-    config, part = small_config(folder, *SIZES, *knobs(row)), first(ranks)
-    found = course(config, part, STEPS) if part is not None else None
-    expected = alone(config, STEPS)
+    run, part = RUNS[ROWS.index(row)], first(ranks)
+    expected = alone(run)
+    found = course(small_config(folder, *run[0]), part, STEPS) if part is not None else None
     assert comm.allgather(too_far(found, expected, row) if found else {}) == [{}] * comm.size
 
 
@@ -74,8 +70,8 @@ def test_a_run_on_many_ranks_is_the_run_on_one(
     case: str, ranks: int, comm: MPI.Comm, first: First, folder: Path, alone
 ) -> None:
     config, part = small_config(folder, *CASES[case]), first(ranks)
-    found = course(config, part, config.train.steps) if part is not None else None
-    expected = alone(config, config.train.steps)
+    expected = alone((CASES[case], LONG))
+    found = course(config, part, LONG) if part is not None else None
     far = difference(found, expected) if found else 0.0
     assert max(comm.allgather(far)) < BOUND[config.precision.compute]
 

@@ -5,6 +5,7 @@ What the bounds are and why is told in ``tests.support.matrix``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.config import Config
 from tests.support.matrix import knobs, name_of, on_one_rank, too_far
 from tests.support.pairs import Row
-from tests.support.runs import course, job, shared_folder, small_config, whole, write_tokens
+from tests.support.runs import by_turns, course, job, shared_folder, small_config, whole, write_tokens
 
 pytestmark = pytest.mark.mpi(min_size=8)
 
@@ -48,11 +49,19 @@ def folder(comm: MPI.Comm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def alone(comm: MPI.Comm, folder: Path) -> Callable[[Row], dict[str, torch.Tensor]]:
+    """The course of a row on one rank, told to all."""
+
+    def make(row: Row) -> dict[str, torch.Tensor]:
+        return course(on_one_rank(small_config(folder, *SIZES, *knobs(row))), MPI.COMM_SELF, STEPS)
+
+    return by_turns(comm, ROWS, make)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_copies_shared_by_some_ranks_train_what_one_rank_trains(row: Row, comm: MPI.Comm, folder: Path) -> None:
-    config = small_config(folder, *SIZES, *knobs(row))
-    found = course(config, comm, STEPS)
-    expected = comm.bcast(course(on_one_rank(config), MPI.COMM_SELF, STEPS) if comm.rank == 0 else None)
+def test_copies_shared_by_some_ranks_train_what_one_rank_trains(row: Row, comm: MPI.Comm, folder: Path, alone) -> None:
+    found, expected = course(small_config(folder, *SIZES, *knobs(row)), comm, STEPS), alone(row)
     assert comm.allgather(too_far(found, expected, row)) == [{}] * comm.size
 
 

@@ -5,17 +5,20 @@ Each trains what one rank trains; what the bounds are is told in ``tests.support
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi4py import MPI
+from torch import Tensor
 
+from hpctrain.config import Config
 from hpctrain.schedule.kinds import SCHEDULES
 from tests.support.grids import ROUNDINGS, SIZES, STEPS, course, meshed
 from tests.support.legs import leg
 from tests.support.matrix import PRECISIONS, on_one_rank, too_far
-from tests.support.runs import shared_folder, small_config, write_tokens
+from tests.support.runs import by_turns, shared_folder, small_config, write_tokens
 
 pytestmark = pytest.mark.mpi(min_size=8)
 
@@ -28,7 +31,8 @@ TURNS = {
     "llama": [(3, "fp64", "muon"), (0, "fp32", "adamw8bit"), (2, "fp64", "adafactor")],
 }
 MODELS = {"tiny": TINY, "llama": LLAMA}
-CASES = [(model, *split) for model in MODELS for split in SPLITS]
+Case = tuple[str, int, int, int]
+CASES: list[Case] = [(model, *split) for model in MODELS for split in SPLITS]
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +61,27 @@ def knobs(model: str, pp: int, dp: int, tp: int) -> tuple[str, ...]:
     return (*SIZES, *MODELS[model], *meshed((pp, dp, tp)), *chosen, *PRECISIONS[row["precision"]], *more)
 
 
-@pytest.mark.parametrize(("model", "pp", "dp", "tp"), CASES)
+def config_of(folder: Path, case: Case) -> Config:
+    return small_config(folder, *knobs(*case), "train.batch=16", "train.microbatch=3", "model.dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def alone(comm: MPI.Comm, folder: Path) -> Callable[[Case], dict[str, Tensor]]:
+    """The course of a case on one rank, told to all."""
+
+    def make(case: Case) -> dict[str, Tensor]:
+        kept = folder / f"one-{CASES.index(case)}"
+        return course(on_one_rank(config_of(folder, case)), MPI.COMM_SELF, STEPS, kept)
+
+    return by_turns(comm, CASES, make)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_every_split_of_eight_ranks_trains_what_one_rank_trains(
-    model: str, pp: int, dp: int, tp: int, comm: MPI.Comm, folder: Path, tmp_path: Path
+    case: Case, comm: MPI.Comm, folder: Path, alone: Callable[[Case], dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    given = ("train.batch=16", "train.microbatch=3", "model.dropout=0.1")
-    config, kept = small_config(folder, *knobs(model, pp, dp, tp), *given), shared_folder(comm, tmp_path)
-    found = course(config, comm, STEPS, kept / "many")
-    alone = course(on_one_rank(config), MPI.COMM_SELF, STEPS, kept / "one") if comm.rank == 0 else None
-    expected = comm.bcast(alone)
-    assert comm.allgather(too_far(found, expected, row_of(model, pp, dp, tp), ROUNDINGS)) == [{}] * comm.size
+    found = course(config_of(folder, case), comm, STEPS, shared_folder(comm, tmp_path))
+    assert comm.allgather(too_far(found, alone(case), row_of(*case), ROUNDINGS)) == [{}] * comm.size
 
 
 MESHES = [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -17,6 +17,9 @@ from hpctrain.config import Config, parse
 from hpctrain.data.batch import Batches
 from hpctrain.plan.plan import decide, lay
 from hpctrain.train import Job, open_data
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 TEXT = "Ranks meet, tokens flow; a loss comes down. 0123456789"
 
@@ -95,6 +98,25 @@ def _joined(piece: torch.Tensor, group: Group) -> torch.Tensor:
     out = torch.empty(sum(sizes), dtype=piece.dtype)
     group.all_gather(out, piece, sizes=sizes)
     return out
+
+
+def by_turns(comm: MPI.Comm, items: Sequence[Item], make: Callable[[Item], Made]) -> Callable[[Item], Made]:
+    """What ``make`` makes of each of the items, told to all: as many items at a time as there are ranks, one each.
+
+    For runs on one rank that many ranks are compared with: no core waits while they are made. Collective: all ranks
+    ask for the same items, best in their order, since only the last that were made together are kept.
+    """
+    kept: dict[int, list[Made | None]] = {}
+
+    def of(item: Item) -> Made:
+        turn, place = divmod(items.index(item), comm.size)
+        if turn not in kept:
+            own = items[turn * comm.size :][comm.rank : comm.rank + 1]
+            kept.clear()
+            kept[turn] = comm.allgather(make(own[0]) if own else None)
+        return kept[turn][place]
+
+    return of
 
 
 def shared_folder(comm: MPI.Comm, folder: Path) -> Path:

@@ -51,3 +51,11 @@ def test_no_closing_line_counts_as_nothing() -> None:
 )
 def test_a_stage_is_in_order_only_when_it_ran_and_nothing_failed(stage, code, counts, said) -> None:
     assert stages.complaint(stage, code, Counter(counts)) == said
+
+
+def test_tests_run_beside_each_other_where_their_stage_says_so_up_to_a_limit(monkeypatch) -> None:
+    beside = stages.Stage("beside", 0, needed=True, beside=2)
+    for cores, workers in ((1, "2"), (2, "4"), (64, "8")):
+        monkeypatch.setattr(stages, "CORES", cores)
+        assert beside.command[beside.command.index("-n") + 1] == workers
+    assert "-n" not in NEEDED.command
