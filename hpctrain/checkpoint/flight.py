@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from hpctrain.checkpoint import checksums, disk
 from hpctrain.checkpoint.blocks import BLOCK_BYTES
 from hpctrain.checkpoint.checksums import Made, Torn, Written
-from hpctrain.checkpoint.disk import Piece
+from hpctrain.checkpoint.snapshot import turns
 from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
 from hpctrain.errors import CheckpointError
@@ -145,7 +145,7 @@ class Flight:
         self._written = self._acts.written()
         self._torn = checksums.add_whole(self._made, self._written)
         self._see()
-        for turn in _turns(self._written):
+        for turn in turns(self._written, TURN_BYTES):
             self._rest(0)
             disk.write(self.part, turn, self._sync)
         return WRITTEN if self._torn else CHECKED
@@ -194,19 +194,3 @@ def _opens(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _turns(written: Sequence[Written]) -> Iterator[list[Piece]]:
-    """Pieces in the file's order, about TURN_BYTES at a time."""
-    turn: list[Piece] = []
-    size = 0
-    for piece in (piece for _, pieces in written for piece in pieces):
-        for start in range(0, piece.memory.numel(), TURN_BYTES):
-            memory = piece.memory[start : start + TURN_BYTES]
-            turn.append(Piece(piece.at + start, memory))
-            size += memory.numel()
-            if size >= TURN_BYTES:
-                yield turn
-                turn, size = [], 0
-    if turn:
-        yield turn

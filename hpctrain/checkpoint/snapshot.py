@@ -68,6 +68,22 @@ class Snapshot:
         return [(slot, list(part.pieces(self._memory, slot.offset))) for slot, part in slotted]
 
 
+def turns(written: Sequence[Written], nbytes: int) -> Iterator[list[Piece]]:
+    """Pieces in the file's order, about ``nbytes`` at a time."""
+    turn: list[Piece] = []
+    size = 0
+    for piece in (piece for _, pieces in written for piece in pieces):
+        for start in range(0, piece.memory.numel(), nbytes):
+            memory = piece.memory[start : start + nbytes]
+            turn.append(Piece(piece.at + start, memory))
+            size += memory.numel()
+            if size >= nbytes:
+                yield turn
+                turn, size = [], 0
+    if turn:
+        yield turn
+
+
 @dataclass(frozen=True)
 class Room:
     """A rank's needs, and what memory its node has, in bytes."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,19 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint import background, disk, flight, format, keep, save
-from hpctrain.checkpoint.background import Background
+from hpctrain.checkpoint import background, flight, format, save
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.snapshot import Room, fits
 from hpctrain.checkpoint.state import Held, State
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import CheckpointError, FullError
 from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import saving, states
-from tests.support.saving import each, resume
+from tests.support.saving import ROWS, behind, each, resume, slow
 from tests.support.threads import ThreadGroup
 
 MIXED = {
@@ -41,48 +37,12 @@ MIXED = {
     "optim/exp_avg/flat": Layout((500, 301), "float64", (), Flat(("dp",), 3, 500 * 301 + 10)),
     "optim/exp_avg/both": Layout((60, 404), "float32", (Cut(1, ("tp",)),), Flat(("dp",), 7, 60 * 404 + 11)),
 }
-ROWS = {"model/a": Layout((4, 1000, 1000), "float32", (Cut(0, ("dp",)),))}
 
 
 def over(mesh: Mesh) -> dict[str, Layout]:
     """Those that this mesh can cut."""
     names = {name for name, _ in mesh.axes}
     return {name: layout for name, layout in MIXED.items() if set(layout.axes) <= names}
-
-
-def save_behind(point: Checkpoint, rank: int, layouts: dict[str, Layout], mesh: Mesh, step: int = 1) -> Path:
-    """Save in the background, and change every tensor as soon as that has begun."""
-    state = states.filled(layouts, mesh, rank, step)
-    assert point.begin(step, state, {"run": "tiny"}) is None
-    for held in state.values():
-        held.tensor.zero_()
-    return point.wait()
-
-
-def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Every write waits until the event is set."""
-    real, go = disk.write, threading.Event()
-
-    def write(path: Path, pieces: Any, sync: bool) -> None:
-        assert go.wait(60)
-        real(path, pieces, sync)
-
-    monkeypatch.setattr(disk, "write", write)
-    return go
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, rank: int, number: int, step: int = 2) -> list[bool]:
-    """The write of this rank, known by its first value of ``ROWS``, fails while what is given is true."""
-    real, broken = disk.write, [True]
-
-    def write(path: Path, pieces: Any, sync: bool) -> None:
-        found = list(pieces)
-        if broken[0] and found[0].memory[:4].view(torch.float32)[0] == (rank * 1_000_000 + step) % states.MODULUS:
-            raise OSError(number, os.strerror(number), str(path))
-        real(path, found, sync)
-
-    monkeypatch.setattr(disk, "write", write)
-    return broken
 
 
 # ---- what the file has -----------------------------------------------------------------------------------------------
@@ -97,13 +57,9 @@ def test_the_file_is_that_of_a_save_that_the_run_waits_for_whatever_changes_mean
 ):
     mesh, layouts = Mesh(sizes), over(Mesh(sizes))
 
-    def wait(point: Checkpoint, rank: int) -> Path:
-        return point.save(1, states.filled(layouts, mesh, rank, 1), {"run": "tiny"})
-
-    waited = each(tmp_path / "waited", mesh, wait)[0]
+    waited = saving.save(tmp_path / "waited", layouts, mesh)
     monkeypatch.setattr(flight, "TURN_BYTES", 300_001)  # many turns, none at a page's end
-    behind = each(tmp_path / "behind", mesh, lambda point, rank: save_behind(point, rank, layouts, mesh))
-    assert {path.read_bytes() for path in behind} == {waited.read_bytes()}
+    assert saving.save_behind(tmp_path / "behind", layouts, mesh).read_bytes() == waited.read_bytes()
     assert sorted(os.listdir(tmp_path / "behind")) == ["latest", "step-00000001.h5"]
 
 
@@ -140,9 +96,9 @@ def test_ranks_agree_on_the_tensors_once_and_again_when_one_rank_has_others(tmp_
 
     def act(point: Checkpoint, rank: int) -> None:
         for step in (1, 2):
-            save_behind(point, rank, ROWS, mesh, step)
+            behind(point, rank, ROWS, mesh, step)
         more = {"model/b": Layout((5,), "float32")} if rank else {}
-        save_behind(point, rank, ROWS | more, mesh, 3)
+        behind(point, rank, ROWS | more, mesh, 3)
 
     each(tmp_path, mesh, act)
     assert len(calls) == 4
@@ -196,7 +152,7 @@ def test_no_thread_but_the_runs_own_talks_to_other_ranks(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(ThreadGroup, "_all", spy)
     layouts = {name: layout for name, layout in MIXED.items() if "tp" not in layout.axes}
-    own = each(tmp_path, mesh, lambda point, rank: (save_behind(point, rank, layouts, mesh), _thread())[1])
+    own = each(tmp_path, mesh, lambda point, rank: (behind(point, rank, layouts, mesh), _thread())[1])
     assert talking <= set(own)
 
 
@@ -249,159 +205,8 @@ def test_a_rank_that_sees_the_file_late_writes_it_all_the_same(tmp_path: Path, m
         return looks.count(path) > 9 and real(path)
 
     monkeypatch.setattr(flight, "_opens", late)
-    each(tmp_path, mesh, lambda point, rank: save_behind(point, rank, ROWS, mesh))
+    each(tmp_path, mesh, lambda point, rank: behind(point, rank, ROWS, mesh))
     assert resume(tmp_path, ROWS, mesh) == 1
-
-
-# ---- what a failure leaves -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rank_that_fails", [0, 1, 3])
-def test_a_write_that_fails_on_one_rank_is_raised_on_all_at_the_next_step(tmp_path: Path, monkeypatch, rank_that_fails):
-    mesh = Mesh((("dp", 4),))
-    saving.save(tmp_path, ROWS, mesh, 1)
-    failing(monkeypatch, rank_that_fails, errno.EIO)
-
-    def act(point: Checkpoint, rank: int) -> str:
-        point.begin(2, states.filled(ROWS, mesh, rank, 2), {})
-        with pytest.raises(CheckpointError) as caught:
-            while True:
-                assert point.advance() is None
-        assert not point.under_way and point.advance() is None
-        return str(caught.value)
-
-    (told,) = set(each(tmp_path, mesh, act))
-    part = rf"{tmp_path}/\.step-00000002\.h5\..+\.part"
-    assert re.fullmatch(rf"rank {rank_that_fails}: writing {part} failed\n  {part}: Input/output error", told)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001.h5"]
-    assert resume(tmp_path, ROWS, mesh) == 1
-
-
-def test_after_a_failure_the_next_save_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    mesh = Mesh((("dp", 4),))
-    failing(monkeypatch, 2, errno.EIO)
-
-    def act(point: Checkpoint, rank: int) -> Path:
-        with pytest.raises(CheckpointError, match="rank 2: writing"):
-            save_behind(point, rank, ROWS, mesh, 2)
-        return save_behind(point, rank, ROWS, mesh, 3)
-
-    assert each(tmp_path, mesh, act)[0] == tmp_path / "step-00000003.h5"
-    assert resume(tmp_path, ROWS, mesh) == 3
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_room_that_cannot_be_set_aside_is_told_on_all_ranks_and_no_rank_goes_on_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-):
-    mesh, real = Mesh((("dp", 3),)), disk.reserve
-    writes, written = [], disk.write
-
-    def reserve(path: Path) -> None:
-        if f"step-{step:08}" in path.name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        real(path)
-
-    monkeypatch.setattr(disk, "reserve", reserve)
-    monkeypatch.setattr(disk, "write", lambda path, *rest: writes.append(path) or written(path, *rest))
-
-    def act(point: Checkpoint, rank: int) -> None:
-        for before in range(1, step):
-            save_behind(point, rank, ROWS, mesh, before)
-        writes.clear()
-        with pytest.raises(FullError, match=rf"rank 0: laying out step {step} failed\n  .*No space left.*\n  free"):
-            save_behind(point, rank, ROWS, mesh, step)
-
-    each(tmp_path, mesh, act)
-    assert writes == []
-    assert [name for name in os.listdir(tmp_path) if name.endswith(".part")] == []
-
-
-def test_bytes_that_never_came_into_the_file_are_found_by_the_ranks_that_share_a_block(tmp_path: Path, monkeypatch):
-    mesh, real = Mesh((("dp", 4),)), disk.write
-
-    def write(path: Path, pieces: Any, sync: bool) -> None:
-        found = list(pieces)
-        lost = found[0].memory[:4].view(torch.float32)[0] == (2 * 1_000_000 + 1) % states.MODULUS
-        real(path, found[:0] if lost else found, sync)
-
-    monkeypatch.setattr(disk, "write", write)
-
-    def act(point: Checkpoint, rank: int) -> None:
-        with pytest.raises(CheckpointError, match="model/a does not have the bytes that were written"):
-            save_behind(point, rank, ROWS, mesh)
-        assert not point.under_way
-
-    each(tmp_path, mesh, act)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_file_that_a_rank_never_sees_is_an_error_that_names_the_rank(tmp_path: Path, monkeypatch):
-    mesh, real = Mesh((("dp", 2),)), flight._opens
-    monkeypatch.setattr(flight, "SEEN_SECONDS", 0.1)
-    monkeypatch.setattr(flight, "_opens", lambda path: threading.current_thread() in leading and real(path))
-    leading: list[threading.Thread] = []
-    make = Background._make
-
-    def made(self: Background, *rest: Any) -> None:
-        leading.append(threading.current_thread())
-        make(self, *rest)
-
-    monkeypatch.setattr(Background, "_make", made)
-
-    def act(point: Checkpoint, rank: int) -> str:
-        with pytest.raises(CheckpointError) as caught:
-            save_behind(point, rank, ROWS, mesh)
-        return str(caught.value)
-
-    (told,) = set(each(tmp_path, mesh, act))
-    assert re.fullmatch(
-        r"rank 1: .+\.part cannot be seen after 0\.1 s\n"
-        r"  rank 0 has not made it yet, or this rank's node does not show it\n"
-        r"  see whether all nodes mount the run's folder \(run\.dir\), or set checkpoint\.background to false",
-        told,
-    )
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_disk_that_does_not_answer_ends_the_save_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    mesh, go = Mesh((("dp", 2),)), slow(monkeypatch)
-    monkeypatch.setattr(flight, "STILL_SECONDS", 0.5)
-    monkeypatch.setattr(flight, "CLOSE_SECONDS", 0.1)
-
-    def act(point: Checkpoint, rank: int) -> str:
-        with pytest.raises(CheckpointError) as caught:
-            save_behind(point, rank, ROWS, mesh)
-        return str(caught.value)
-
-    try:
-        (told,) = set(each(tmp_path, mesh, act))
-    finally:
-        go.set()
-    assert re.fullmatch(
-        r"rank [01].*: writing .+\.part does not go on\n"
-        r"  for 0\.5 s the file system has not answered a call\n"
-        r"  see whether the file system is well",
-        told,
-    )
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_error_elsewhere_in_a_run_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    mesh, go = Mesh((("dp", 2),)), slow(monkeypatch)
-
-    def act(point: Checkpoint, rank: int) -> None:
-        state = states.filled(ROWS, mesh, rank, 1)
-        with pytest.raises(ZeroDivisionError), Saver(point, state, {}, lambda line: None) as saver:
-            saver.step(2, last=False)
-            assert point.under_way
-            threading.Timer(0.1, go.set).start()
-            raise ZeroDivisionError
-        assert not point.under_way
-        point.group.barrier()
-
-    each(tmp_path, mesh, act, {"every": 2})
-    assert os.listdir(tmp_path) == []
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -414,7 +219,7 @@ def test_a_rank_copies_what_it_writes_and_not_all_that_it_holds(tmp_path: Path):
     def act(point: Checkpoint, rank: int) -> tuple[int, int]:
         addresses = set()
         for step in (1, 2):
-            save_behind(point, rank, layouts, mesh, step)
+            behind(point, rank, layouts, mesh, step)
             addresses.add(point._background._snapshot._memory.data_ptr())
         return point._background._snapshot.nbytes, len(addresses)
 
@@ -494,30 +299,6 @@ def test_a_run_saves_when_it_is_due_and_after_its_last_step_and_says_so(tmp_path
     assert stood[0] == 5 and stood[-1] == 8
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000005.h5", "step-00000008.h5"]
     assert resume(tmp_path, ROWS, mesh) == 8
-
-
-def test_a_disk_that_fills_in_the_background_stops_a_run_or_not_as_the_config_says(tmp_path: Path, monkeypatch, caplog):
-    mesh = Mesh((("dp", 4),))
-    broken = failing(monkeypatch, 1, errno.ENOSPC)
-
-    def act(point: Checkpoint, rank: int) -> list[str]:
-        said: list[str] = []
-        with Saver(point, states.filled(ROWS, mesh, rank, 2), {}, said.append) as saver:
-            for step in (2, 3, 4):
-                saver.step(step, last=False)
-            point.group.barrier()
-            broken[0] = False
-            saver.step(5, last=True)
-        return said
-
-    with pytest.raises(FullError, match="rank 1: writing .* failed\n  .*No space left on device\n  free space"):
-        each(tmp_path, mesh, act, {"every": 2, "on_full": "stop"})
-    assert keep.listing(tmp_path) == []
-    broken[0] = True
-    said = each(tmp_path, mesh, act, {"every": 2, "on_full": "go on"})[0]
-    assert said[-1] == f"saved {tmp_path}/step-00000005.h5" and said[0] == "step 2 was not saved, and training goes on"
-    assert "step 2 was not saved: rank 1: writing" in caplog.text and "No space left on device" in caplog.text
-    assert [name for name in os.listdir(tmp_path) if name.endswith(".part")] == []
 
 
 def _thread() -> str:
