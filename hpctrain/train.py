@@ -24,7 +24,7 @@ from hpctrain.comm.together import led
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
-from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, HpctrainError
+from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DivergedError
 from hpctrain.model.init import filler, hollow
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.clip import global_norm, scale_
@@ -186,7 +186,7 @@ def finite(norm: float, loss: float, step: int) -> float:
     """The norm of a step's gradients, where an update by them makes sense; the same on all ranks."""
     if math.isfinite(norm):
         return norm
-    raise HpctrainError(
+    raise DivergedError(
         f"the gradient of step {step} has the norm {norm}, at a loss of {loss:.4g}",
         "an update would have destroyed the weights; none was made, and the last checkpoint is whole",
         "lower optim.rate, raise optim.warmup, or look at what data the step met",

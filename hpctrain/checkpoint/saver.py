@@ -9,12 +9,13 @@ from typing import Any
 
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import State
-from hpctrain.errors import FullError
+from hpctrain.errors import DivergedError, FullError
 
 
 class Saver:
     """Saves a run's ``state`` when it is due; live, closed by ``with``: after an error nothing half-written is left.
 
+    A save under way is then given up, but not at a DivergedError: all ranks meet that, and can wait for the save.
     ``attributes`` go with each checkpoint; ``say`` tells a person a line.
     """
 
@@ -27,8 +28,12 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.checkpoint.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind and issubclass(kind, DivergedError):
+                self._told(self.checkpoint.wait)
+        finally:
+            self.checkpoint.close()
 
     def step(self, step: int, last: bool) -> dict[str, float]:
         """Save after ``step`` steps if that is due, or bring a save that is under way on; collective.

@@ -16,7 +16,7 @@ from hpctrain.checkpoint import disk, flight, keep
 from hpctrain.checkpoint.background import Background
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.saver import Saver
-from hpctrain.errors import CheckpointError, FullError
+from hpctrain.errors import CheckpointError, DivergedError, FullError
 from hpctrain.plan.mesh import Mesh
 from tests.support import saving, states
 from tests.support.saving import ROWS, behind, each, failing, resume, slow
@@ -168,6 +168,20 @@ def test_an_error_elsewhere_in_a_run_leaves_nothing_half_written(tmp_path: Path,
 
     each(tmp_path, mesh, act, {"every": 2})
     assert os.listdir(tmp_path) == []
+
+
+def test_an_error_that_all_ranks_meet_waits_for_the_save_under_way(tmp_path: Path):
+    mesh = Mesh((("dp", 2),))
+
+    def act(point: Checkpoint, rank: int) -> list[str]:
+        said: list[str] = []
+        with pytest.raises(DivergedError), Saver(point, states.filled(ROWS, mesh, rank, 2), {}, said.append) as saver:
+            saver.step(2, last=False)
+            raise DivergedError("the gradient is no number")
+        return said
+
+    assert each(tmp_path, mesh, act, {"every": 2}) == [[f"saved {tmp_path}/step-00000002.h5"]] * 2
+    assert resume(tmp_path, ROWS, mesh) == 2
 
 
 def test_a_disk_that_fills_in_the_background_stops_a_run_or_not_as_the_config_says(tmp_path: Path, monkeypatch, caplog):
