@@ -5,6 +5,7 @@
     │   ├── ConfigError                   a key of the configuration
     │   ├── PlanError                     a mesh, a layout or a schedule that does not fit
     │   └── LaunchError                   ranks that were started in a way that cannot work
+    ├── DivergedError                     a gradient that is no number, on all ranks at once
     ├── ShapeError                        tensors that do not fit each other
     ├── CommError                         a collective that failed
     │   └── LateError                     a rank that did not come in time
@@ -54,6 +55,10 @@ class PlanError(UsageError):
 
 class LaunchError(UsageError):
     """The ranks were started in a way that cannot work."""
+
+
+class DivergedError(HpctrainError):
+    """A step whose gradient is no number. All ranks meet it together, so they can still end in good order."""
 
 
 class ShapeError(HpctrainError):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.checkpoint import Checkpoint
+from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Held, State, dtype_name
 from hpctrain.cluster.devices import choose_device, threads
 from hpctrain.cluster.stop import listening
@@ -23,7 +24,7 @@ from hpctrain.comm.together import led
 from hpctrain.config import Config
 from hpctrain.data.batch import Batches
 from hpctrain.data.prepare import ready
-from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, HpctrainError
+from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DivergedError
 from hpctrain.model.init import filler, hollow
 from hpctrain.model.transformer import Transformer
 from hpctrain.optim.clip import global_norm, scale_
@@ -60,17 +61,21 @@ def train(config: Config, world: World) -> int:
     about = {"plan": plan.to_json(), "config": config.model_dump()}
 
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new
-    with listen(config, world) as asked, open_log(config, start, world) as log:
+    with (
+        listen(config, world) as asked,
+        open_log(config, start, world) as log,
+        Saver(checkpoint, job.state, about, log.say) as saver,
+    ):
         log.say(greeting(config, plan, start))
         stop = False
         for step in range(start, config.train.steps):
-            log.step(step + 1, job.step(step, batches))
+            told = job.step(step, batches)
 
             stop = world.agree(asked()) and step + 1 < config.train.steps  # all ranks stop at the same step
-            if stop or step + 1 == config.train.steps or checkpoint.due(step + 1):
-                last = stop or step + 1 == config.train.steps
-                saved = (checkpoint.save if last else checkpoint.save_if_room)(step + 1, job.state, about)
-                log.say(f"saved {saved}" if saved else f"step {step + 1} was not saved, and training goes on")
+            try:
+                told |= saver.step(step + 1, last=stop or step + 1 == config.train.steps)  # goes on in the background
+            finally:
+                log.step(step + 1, told)  # also when its save fails
             if stop:
                 break
     log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
@@ -181,7 +186,7 @@ def finite(norm: float, loss: float, step: int) -> float:
     """The norm of a step's gradients, where an update by them makes sense; the same on all ranks."""
     if math.isfinite(norm):
         return norm
-    raise HpctrainError(
+    raise DivergedError(
         f"the gradient of step {step} has the norm {norm}, at a loss of {loss:.4g}",
         "an update would have destroyed the weights; none was made, and the last checkpoint is whole",
         "lower optim.rate, raise optim.warmup, or look at what data the step met",

@@ -1,24 +1,26 @@
 """Checkpoint: saves a run's tensors now and then, and goes on from the newest.
 
-Every method but ``due`` is collective: all ranks of the group call it, in the same order, and meet the same errors.
+Every method but ``due`` and ``close`` is collective: all ranks of the group call it, in the same order, and meet the
+same errors.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hpctrain.checkpoint import checksums, disk, format, inspect, keep
+from hpctrain.checkpoint import checksums, inspect, keep
+from hpctrain.checkpoint.background import Background
 from hpctrain.checkpoint.choice import Choice
-from hpctrain.checkpoint.format import Index, Slot
+from hpctrain.checkpoint.flight import Flight
+from hpctrain.checkpoint.folder import Folder
+from hpctrain.checkpoint.format import Index
 from hpctrain.checkpoint.load import begin, load
-from hpctrain.checkpoint.ranges import file_order
-from hpctrain.checkpoint.save import parts, sync_file, writer
+from hpctrain.checkpoint.save import mpio, parts, writer
 from hpctrain.checkpoint.state import Entry, State, agree
 from hpctrain.checkpoint.together import led
 from hpctrain.comm.group import Group
@@ -35,6 +37,9 @@ class Checkpoint:
     def __init__(self, config: CheckpointConfig, folder: Path, mesh: Mesh, group: Group) -> None:
         self.config, self.folder, self.mesh, self.group = config, Path(folder), mesh, group
         self._write = writer(config.writer, group)
+        self._files = Folder(config, self.folder)
+        self._background = Background(self._files, mesh, group)
+        self._flight: Flight | None = None
 
     def due(self, step: int) -> bool:
         """Whether to save after ``step`` steps."""
@@ -46,6 +51,7 @@ class Checkpoint:
         The file has its name only when every rank's bytes are there, and older ones go only after that. On an error
         all ranks raise it, what was there before is whole, and nothing half-written is left.
         """
+        self.wait()
         entries = agree(state, self.mesh, self.group)
         begun = led(self.group, lambda: self._begin(step, entries, attributes), f"laying out step {step}")
         part, path = Path(begun["part"]), self.folder / keep.file_name(step)
@@ -54,9 +60,10 @@ class Checkpoint:
             self._write(part, entries, state, slots, self.group, self.config)
             count = sum(slot.blocks for slot in slots)
             sums = checksums.of_ranks(part, parts(entries, state, slots), self.group, count)
-            led(self.group, lambda: self._publish(part, path, step, sums), f"publishing {path}")
+            led(self.group, lambda: self._files.publish(part, step, sums), f"publishing {path}")
         except BaseException:
-            self._discard(part)
+            if self.group.leads:  # without talking: after an error others may not answer
+                part.unlink(missing_ok=True)
             raise
         return path
 
@@ -65,11 +72,80 @@ class Checkpoint:
         try:
             return self.save(step, state, attributes)
         except FullError as error:
-            if self.config.on_full == "stop":
-                raise
-            if self.group.leads:
-                log.warning("step %d was not saved: %s", step, keep.in_a_line(error))
+            self.go_on(step, error)
             return None
+
+    def go_on(self, step: int, error: FullError) -> None:
+        """Say that ``step`` was not saved on a full disk, where the run is to go on without; else raise the error."""
+        if self.config.on_full == "stop":
+            raise error
+        if self.group.leads:
+            log.warning("step %d was not saved: %s", step, keep.in_a_line(error))
+
+    # ---- in the background -------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save in the background has not come to its end. The same on all ranks."""
+        return self._flight is not None
+
+    def begin(self, step: int, state: State, attributes: dict[str, Any]) -> Path | None:
+        """Begin to save ``state`` as ``save`` does, in the background; None while that goes on, to end in ``advance``.
+
+        On return ``state`` is copied and may change. A save that is under way is waited for first (``make_way``). It
+        saves at once, and gives the path, where ``checkpoint.background`` is false, under the ``mpio`` writer, and
+        where memory has no room for the copy. The copy takes, on each rank, the bytes that the rank writes.
+        """
+        self.make_way()
+        if self._in_background:
+            self._flight = self._background.begin(step, state, attributes)
+        return None if self._flight else self.save(step, state, attributes)
+
+    def advance(self) -> Path | None:
+        """Bring the save under way on, without waiting for any disk; its path once it has ended. Call it every step.
+
+        An error of any rank's thread is raised here on all ranks; then nothing half-written is left.
+        """
+        return self._ended(lambda flight: flight.advance())
+
+    def wait(self) -> Path | None:
+        """Wait for the save under way, where there is one, and give its path; errors as in ``advance``."""
+        return self._ended(lambda flight: flight.land())
+
+    def make_way(self) -> Path | None:
+        """As ``wait``, since another save is due: it is said that saves come too often."""
+        if self._flight and self.group.leads:
+            line = "the save of step %d is still under way when the next is due, so the run waits for it"
+            log.warning(line + ": saves are too frequent for this disk (checkpoint.every)", self._flight.step)
+        return self.wait()
+
+    def close(self) -> None:
+        """Give up a save that is under way, with nothing half-written left. Not collective: after an error, say."""
+        flight, self._flight = self._flight, None
+        if flight:
+            flight.close()
+
+    @cached_property
+    def _in_background(self) -> bool:
+        """Whether saves can be; the first to ask hears why not."""
+        if self.config.background and self._write is mpio and self.group.leads:
+            line = 'checkpoint.writer = "mpio" talks by MPI while it writes, so the run waits for each save'
+            log.warning(line + ': "auto" writes the same file in the background')
+        return self.config.background and self._write is not mpio
+
+    def _ended(self, act: Callable[[Flight], bool]) -> Path | None:
+        """The path of the save under way if ``act`` ends it."""
+        flight = self._flight
+        try:
+            if flight is None or not act(flight):
+                return None
+        except BaseException:
+            self.close()
+            raise
+        self._flight = None
+        return self.folder / keep.file_name(flight.step)
+
+    # ---- going on ----------------------------------------------------------------------------------------------------
 
     def resume(self, state: State) -> int:
         """Fill ``state`` from the newest whole checkpoint and give its step.
@@ -77,10 +153,11 @@ class Checkpoint:
         One that turns out to be damaged is passed over with a line in the log. With none there it gives 0, and fills
         nothing but what ``checkpoint.start_from`` gives.
         """
+        self.wait()
         entries = agree(state, self.mesh, self.group)
         damaged: list[str] = []
         looking = f"looking for checkpoints in {self.folder}"
-        while found := led(self.group, lambda: self._find(entries, damaged), looking):
+        while found := led(self.group, lambda: _told(self._files.find(entries, damaged)), looking):
             path, index = Path(found["path"]), Index.from_json(found["index"])
             try:
                 load(path, index, entries, state, self.group, self.config.verify)
@@ -105,64 +182,22 @@ class Checkpoint:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint."""
-        found = led(self.group, self._newest, f"looking for checkpoints in {self.folder}")
+        self.wait()
+        found = led(self.group, lambda: _text(self._files.newest()), f"looking for checkpoints in {self.folder}")
         return found and Path(found)
 
-    # ---- what the leading rank does alone ----------------------------------------------------------------------------
-
     def _begin(self, step: int, entries: tuple[Entry, ...], attributes: dict[str, Any]) -> dict[str, Any]:
-        tensors = _slots(entries)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        keep.sweep(self.folder, keep.listing(self.folder))
-        keep.check_room(self.folder, format.needed_bytes(tensors))
-        part = self.folder / keep.part_name(keep.file_name(step))
-        try:
-            placed = format.lay_out(part, tensors, step, attributes)
-            disk.reserve(part)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-        return {"part": str(part), "index": Index(step, {}, tuple(placed)).to_json()}
-
-    def _discard(self, part: Path) -> None:
-        """Without talking: after an error others may not answer."""
-        if self.group.leads:
-            part.unlink(missing_ok=True)
-
-    def _publish(self, part: Path, path: Path, step: int, sums: np.ndarray) -> None:
-        format.mark_complete(part, sums)
-        if self.config.sync:
-            sync_file(part)
-        keep.publish(part, path, self.config.sync)
-        knobs = self.config
-        keep.hold(self.folder, path.name, knobs.keep_hours)
-        keep.prune(self.folder, keep.listing(self.folder), keep.Keep(knobs.keep, knobs.keep_every), step)
-
-    def _find(self, entries: tuple[Entry, ...], damaged: Sequence[str]) -> dict[str, Any] | None:
-        names = keep.listing(self.folder)
-        if not damaged:
-            keep.sweep(self.folder, names)
-            self._warn_of_room(entries)
-        found = keep.newest(self.folder, names, damaged)
-        return found and _told(found)
-
-    def _warn_of_room(self, entries: tuple[Entry, ...]) -> None:
-        """Say before the first step that the first save will fail."""
-        try:
-            keep.check_room(self.folder, format.needed_bytes(_slots(entries)))
-        except FullError as error:
-            log.warning("%s", keep.in_a_line(error))
-
-    def _newest(self) -> str | None:
-        found = keep.newest(self.folder, keep.listing(self.folder))
-        return found and str(found[0])
+        """Make the file, on the leading rank; its name aside and its tensors' places are for all ranks."""
+        part = self._files.aside(step)
+        placed = self._files.lay_out(part, step, entries, attributes)
+        self._files.reserve(part)
+        return {"part": str(part), "index": Index(step, {}, placed).to_json()}
 
 
-def _told(found: tuple[Path, Index]) -> dict[str, Any]:
+def _told(found: tuple[Path, Index] | None) -> dict[str, Any] | None:
     """What other ranks need to know of a file, which its attributes, with a whole plan in them, are not."""
-    return {"path": str(found[0]), "index": replace(found[1], attributes={}).to_json()}
+    return found and {"path": str(found[0]), "index": replace(found[1], attributes={}).to_json()}
 
 
-def _slots(entries: tuple[Entry, ...]) -> list[Slot]:
-    """The tensors as the file has them, in its order; their places are still to be found."""
-    return [Slot(entry.name, entry.layout.shape, entry.layout.dtype) for entry in file_order(entries)]
+def _text(path: Path | None) -> str | None:
+    return path and str(path)

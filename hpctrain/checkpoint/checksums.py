@@ -8,7 +8,7 @@ never came into the file are found at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,9 @@ DIGEST_BYTES = 8
 HOST_BYTES = 64 << 20  # of a GPU's memory, brought to the host at once
 LEAST = torch.iinfo(torch.int64).min
 OLDER = "go on from an older checkpoint, or copy it again from where it is whole"
+
+Written = tuple[Slot, list[Piece]]
+"""A tensor, and the pieces of it that a rank wrote."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,65 @@ def split(slot: Slot, pieces: Iterable[Piece]) -> tuple[list[Span], list[Torn]]:
     return spans, [_torn(slot, number, tuple(have)) for number, have in sorted(torn.items())]
 
 
-def of_ranks(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], group: Group, count: int) -> np.ndarray:
+@dataclass(frozen=True)
+class Made:
+    """The digests that this rank has made of a file's blocks, and for which blocks it has one."""
+
+    values: np.ndarray
+    known: np.ndarray
+
+    @classmethod
+    def none(cls, count: int) -> Made:
+        """Of ``count`` blocks not one yet."""
+        return cls(np.zeros(count, np.uint64), np.zeros(count, bool))
+
+    def put(self, number: int, values: Sequence[int]) -> None:
+        """Take in the digests of blocks that lie one after another, from number ``number`` on."""
+        self.values[number : number + len(values)] = values
+        self.known[number : number + len(values)] = True
+
+    def told(self) -> Tensor:
+        """The digests d as (d, ~d), so that one maximum over ranks gives the greatest and the least of a block.
+
+        They are shifted to signed numbers, which are what ranks can reduce; where it has none, the least there is.
+        """
+        signed = torch.from_numpy(self.values.view(np.int64)) ^ LEAST
+        return torch.stack([signed, ~signed]).where(torch.from_numpy(self.known), LEAST)
+
+
+def of_ranks(path: Path, parts: Sequence[Written], group: Group, count: int) -> np.ndarray:
     """The digests of all ``count`` blocks of a file that all ranks have written, from what each of them wrote.
 
     Collective. ``parts`` are this rank's. Raises CheckpointError on all ranks where the file does not have what was
     written.
     """
-    made = together(group, lambda: _made(path, parts, count), f"checking {path}").to(group.device)
-    group.all_reduce(made, "max")
-    found, other = made[0].cpu(), ~made[1].cpu()
+    made = Made.none(count)
+    together(group, lambda: add_torn(path, made, add_whole(made, parts)), f"checking {path}")
+    return met(path, parts, made, group)
+
+
+def add_whole(made: Made, parts: Sequence[Written]) -> list[Torn]:
+    """Digest the blocks that this rank has whole, and give those of which it has only pieces."""
+    shared: list[Torn] = []
+    for slot, pieces in parts:
+        spans, torn = split(slot, pieces)
+        for span in spans:
+            made.put(slot.first + span.first, of_span(span))
+        shared += [replace(one, number=slot.first + one.number) for one in torn]
+    return shared
+
+
+def add_torn(path: Path, made: Made, torn: Sequence[Torn]) -> None:
+    """Digest the blocks of which this rank has pieces, numbered as in the file, once all ranks have written theirs."""
+    for one, value in zip(torn, _of_torn(path, torn), strict=True):
+        made.put(one.number, [value])
+
+
+def met(path: Path, parts: Sequence[Written], made: Made, group: Group) -> np.ndarray:
+    """The digests of all blocks from those of each rank; CheckpointError where sharers of one differ. Collective."""
+    told = made.told().to(group.device)
+    group.all_reduce(told, "max")
+    found, other = told[0].cpu(), ~told[1].cpu()
     wrong = [int(number) for number in (found != other).nonzero().flatten()[:1]]
     together(group, lambda: _refuse(path, parts, wrong), f"checking {path}")
     return (found ^ LEAST).numpy().view(np.uint64)
@@ -133,30 +186,6 @@ def _torn(slot: Slot, number: int, pieces: tuple[Piece, ...]) -> Torn:
     return Torn(number, slot.offset + start, min(BLOCK_BYTES, slot.nbytes - start), pieces)
 
 
-def _made(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], count: int) -> Tensor:
-    """This rank's digests d as (d, ~d), so that one maximum over ranks gives the greatest and the least of a block.
-
-    They are shifted to signed numbers, since those are what ranks can reduce; where it has none, the least there is.
-    """
-    made = np.zeros(count, np.uint64)
-    known = np.zeros(count, bool)
-
-    def put(number: int, values: Sequence[int]) -> None:
-        made[number : number + len(values)] = values
-        known[number : number + len(values)] = True
-
-    shared: list[tuple[int, Torn]] = []
-    for slot, pieces in parts:
-        spans, torn = split(slot, pieces)
-        for span in spans:
-            put(slot.first + span.first, of_span(span))
-        shared += [(slot.first + one.number, one) for one in torn]
-    for number, value in zip((number for number, _ in shared), _of_torn(path, [one for _, one in shared]), strict=True):
-        put(number, [value])
-    signed = torch.from_numpy(made.view(np.int64)) ^ LEAST
-    return torch.stack([signed, ~signed]).where(torch.from_numpy(known), LEAST)
-
-
 def _of_torn(path: Path, blocks: Sequence[Torn]) -> Iterator[int]:
     """Digests of blocks as the file has them, with this rank's own bytes laid over."""
     step = HOST_BYTES // BLOCK_BYTES
@@ -170,7 +199,7 @@ def _of_torn(path: Path, blocks: Sequence[Torn]) -> Iterator[int]:
             yield digest(memoryview(into.numpy()))
 
 
-def _refuse(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], wrong: Sequence[int]) -> None:
+def _refuse(path: Path, parts: Sequence[Written], wrong: Sequence[int]) -> None:
     """Raise where ranks that share a block see different bytes in it: what one of them wrote is not in the file."""
     for number in wrong:
         names = [slot.name for slot, _ in parts if slot.first <= number < slot.first + slot.blocks]
@@ -182,5 +211,5 @@ def _refuse(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], wrong: Sequen
             )
 
 
-def _first(parts: Sequence[tuple[Slot, list[Piece]]], name: str) -> int:
+def _first(parts: Sequence[Written], name: str) -> int:
     return next(slot.first for slot, _ in parts if slot.name == name)

@@ -303,6 +303,9 @@ class CheckpointConfig(Section):
     writer: Literal["auto", "mpio", "direct"] = "auto"
     """``mpio``: writes through parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
     ``auto`` takes ``direct``, which needs no parallel HDF5."""
+    background: bool = True
+    """Whether a run trains on while a save goes to the disk. It stands still only while each rank copies what it writes
+    to host memory, and keeps that memory; where there is too little, and with ``mpio``, the run waits for each save."""
     sync: bool = True
     """Whether a save ends only when the disk has the bytes (fsync)."""
     hints: dict[str, str | int] = {}

@@ -26,10 +26,14 @@ LAYOUTS = {
 
 
 def main(folder: Path, writer: str, told: Path) -> None:
-    """Save until somebody ends it; each element is the number of its step. What was done is appended to ``told``."""
+    """Save until somebody ends it; each element is the number of its step. What was done is appended to ``told``.
+
+    With "background" for a writer every tensor changes while it is saved.
+    """
     group = MpiGroup(MPI.COMM_WORLD)
     mesh = Mesh((("dp", group.size),))
-    checkpoint = Checkpoint(CheckpointConfig(writer=writer, sync=False), folder, mesh, group)
+    config = CheckpointConfig(writer="direct" if writer == "background" else writer, sync=False)
+    checkpoint = Checkpoint(config, folder, mesh, group)
     state = {name: Held(layout, _piece(layout, mesh, group.rank)) for name, layout in LAYOUTS.items()}
     start = checkpoint.resume(state)
     wrong = [name for name, held in state.items() if not bool((held.tensor == start).all())]
@@ -39,8 +43,19 @@ def main(folder: Path, writer: str, told: Path) -> None:
     for step in count(start + 1):
         for held in state.values():
             held.tensor.fill_(step)
-        checkpoint.save(step, state, {})
+        (_save_behind if writer == "background" else _save)(checkpoint, step, state)
         _say(group, told, f"saved {step}")
+
+
+def _save(checkpoint: Checkpoint, step: int, state: dict[str, Held]) -> None:
+    checkpoint.save(step, state, {})
+
+
+def _save_behind(checkpoint: Checkpoint, step: int, state: dict[str, Held]) -> None:
+    checkpoint.begin(step, state, {})
+    while not checkpoint.advance():
+        for held in state.values():
+            held.tensor.add_(1)
 
 
 def _piece(layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:

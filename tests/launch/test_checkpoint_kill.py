@@ -12,7 +12,11 @@ from hpctrain.checkpoint import format
 
 LOOP = Path(__file__).with_name("checkpoint_loop.py")
 RANKS = 4
-WRITERS = ["direct", pytest.param("mpio", marks=pytest.mark.skipif(not format.parallel(), reason="h5py is serial"))]
+WRITERS = [
+    "direct",
+    "background",
+    pytest.param("mpio", marks=pytest.mark.skipif(not format.parallel(), reason="h5py is serial")),
+]
 
 
 @pytest.mark.timeout(600)

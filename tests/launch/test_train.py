@@ -139,13 +139,14 @@ def test_every_step_has_a_line_with_the_documented_keys(unbroken) -> None:
     assert [line["step"] for line in logged] == list(range(1, STEPS + 1))
     for line in logged:
         validated = {"validation_loss"} if line["step"] % 8 == 0 else set()
-        assert set(line) == LINE | validated
+        saved = {"save_seconds"} if line["step"] == STEPS else set()
+        assert set(line) == LINE | validated | saved
         assert set(line["phases"]) == PHASES and set(line["peak_bytes"]) == {"host"}
         assert sum(line["phases"].values()) <= line["seconds"]
         assert line["tokens"] == 64 * 16
         assert line["mfu"] == pytest.approx(line["flops_per_second"] / (2 * 0.1e12))
     page = (ROOT / "docs/reference/log.md").read_text()
-    assert [key for key in LINE | PHASES | {"validation_loss", "host"} if f"`{key}`" not in page] == []
+    assert [key for key in LINE | PHASES | {"validation_loss", "save_seconds", "host"} if f"`{key}`" not in page] == []
 
 
 def test_a_person_is_told_once_what_is_done_what_was_made_and_what_to_try(unbroken) -> None:

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.state import agree
 from hpctrain.comm.group import Group
 from hpctrain.comm.mpi import MpiGroup
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, FullError
 from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import states
@@ -80,6 +80,17 @@ def put(folder: Path, group: Group, layouts: dict[str, Layout], step: int = 1, *
     return point(folder, group, **config).save(step, state, {"run": "tiny"})
 
 
+def put_behind(folder: Path, group: Group, layouts: dict[str, Layout], step: int = 1, **config: Any) -> Path:
+    """As ``put``, in the background, while every tensor changes."""
+    state = states.filled(layouts, mesh(group.size), group.rank, step)
+    saving = point(folder, group, **config)
+    assert saving.begin(step, state, {"run": "tiny"}) is None
+    while not (path := saving.advance()):
+        for held in state.values():
+            held.tensor.zero_()
+    return path
+
+
 def taken(folder: Path, group: Group, layouts: dict[str, Layout]) -> tuple[int, list[str]]:
     """The step gone on from, and the names that came back wrong on this rank."""
     state = states.blank(layouts, mesh(group.size), group.rank)
@@ -108,6 +119,20 @@ def test_what_four_ranks_write_is_the_file_of_one_rank(folder: Path, groups: dic
         alone = put(folder / "alone", groups[1], MIXED)
         assert path.read_bytes() == alone.read_bytes()
     assert taken(folder / "four", four, MIXED) == (1, [])
+
+
+def test_what_four_ranks_write_in_the_background_is_the_file_of_a_save_that_is_waited_for(folder: Path, four: Group):
+    waited, behind = put(folder / "waited", four, MIXED), put_behind(folder / "behind", four, MIXED)
+    assert behind.read_bytes() == waited.read_bytes()
+    assert listed(folder / "behind", four) == ["latest", "step-00000001.h5"]
+
+
+@pytest.mark.skipif(not format.parallel(), reason="h5py is serial")
+def test_the_mpio_writer_saves_at_once_instead_of_in_the_background(folder: Path, four: Group):
+    state = states.filled(MIXED, mesh(4), four.rank, 1)
+    path = point(folder, four, writer="mpio").begin(1, state, {"run": "tiny"})
+    assert path == folder / "step-00000001.h5"
+    assert taken(folder, four, MIXED) == (1, [])
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -185,8 +210,9 @@ def test_hints_reach_mpi_io(folder: Path, four: Group, monkeypatch: pytest.Monke
     assert taken(folder, four, MIXED) == (1, [])
 
 
+@pytest.mark.parametrize("save", [put, put_behind])
 def test_only_rank_0_looks_at_the_folder_so_a_stale_view_hurts_nobody(
-    folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch
+    folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch, save: Callable[..., Path]
 ):
     put(folder, four, MIXED)
     looked: list[Any] = []
@@ -197,11 +223,11 @@ def test_only_rank_0_looks_at_the_folder_so_a_stale_view_hurts_nobody(
 
     for name in ("listdir", "scandir", "stat", "lstat", "statvfs", "mkdir"):
         monkeypatch.setattr(os, name, stale) if four.rank else None
-    put(folder, four, MIXED, 2)
+    save(folder, four, MIXED, 2)
     found = taken(folder, four, MIXED)
     monkeypatch.undo()
     assert found == (2, [])
-    assert looked == []
+    assert [path for path in looked if str(folder) in str(path)] == []
 
 
 def test_a_rank_that_cannot_read_is_named_on_all_ranks(folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch):
@@ -263,6 +289,29 @@ def small_disk(folder: Path, four: Group) -> Iterator[Path]:
     four.barrier()
     if four.leads:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_disk_that_fills_in_mid_save_in_the_background_is_told_on_all_ranks(
+    small_disk: Path, four: Group, monkeypatch: pytest.MonkeyPatch
+):
+    layouts = {"model/a": Layout((600, 8000), "float32", (Cut(0, ("dp",)),))}  # 19 MB
+    put(small_disk, four, layouts, 1)
+
+    def fill(path: Path) -> None:
+        left = os.statvfs(small_disk)
+        (small_disk / "filler").write_bytes(bytes(left.f_bavail * left.f_frsize - (4 << 20)))
+
+    monkeypatch.setattr(disk, "reserve", fill)
+    with pytest.raises(FullError, match=r"rank \d.*\.step-00000002\.h5\..*\.part.*\n.*No space left") as caught:
+        put_behind(small_disk, four, layouts, 2)
+    assert len(set(four.collect(str(caught.value)))) == 1
+    assert listed(small_disk, four) == ["filler", "latest", "step-00000001.h5"]
+    assert taken(small_disk, four, layouts) == (1, [])
+    monkeypatch.undo()
+    if four.leads:
+        (small_disk / "filler").unlink()
+    put_behind(small_disk, four, layouts, 2)
+    assert taken(small_disk, four, layouts) == (2, [])
 
 
 @pytest.mark.parametrize("writer", WRITERS)

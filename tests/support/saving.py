@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from hpctrain.checkpoint import disk
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
-from hpctrain.plan.layout import Layout
+from hpctrain.plan.layout import Cut, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import states, threads
+
+ROWS = {"model/a": Layout((4, 1000, 1000), "float32", (Cut(0, ("dp",)),))}
+"""Rank r of 4 is known by the first element that it holds, 1,000,000 r after the first of all."""
 
 
 def save(folder: Path, layouts: dict[str, Layout], mesh: Mesh, step: int = 1, **config: Any) -> Path:
@@ -21,6 +30,20 @@ def save(folder: Path, layouts: dict[str, Layout], mesh: Mesh, step: int = 1, **
         return point.save(step, states.filled(layouts, mesh, rank, step), {})
 
     return each(folder, mesh, act, config)[0]
+
+
+def save_behind(folder: Path, layouts: dict[str, Layout], mesh: Mesh, step: int = 1, **config: Any) -> Path:
+    """As ``save``, in the background, with every tensor changed meanwhile."""
+    return each(folder, mesh, lambda point, rank: behind(point, rank, layouts, mesh, step), config)[0]
+
+
+def behind(point: Checkpoint, rank: int, layouts: dict[str, Layout], mesh: Mesh, step: int = 1) -> Path:
+    """What one rank does in ``save_behind``."""
+    state = states.filled(layouts, mesh, rank, step)
+    assert point.begin(step, state, {}) is None
+    for held in state.values():
+        held.tensor.zero_()
+    return point.wait()
 
 
 def resume(folder: Path, layouts: dict[str, Layout], mesh: Mesh) -> int:
@@ -44,3 +67,29 @@ def each(folder: Path, mesh: Mesh, act: Callable[[Checkpoint, int], Any], config
         return act(Checkpoint(knobs, folder, mesh, group), group.rank)
 
     return threads.run(mesh.ranks_total, one)
+
+
+def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every write waits until the event is set."""
+    real, go = disk.write, threading.Event()
+
+    def write(path: Path, pieces: Any, sync: bool) -> None:
+        assert go.wait(60)
+        real(path, pieces, sync)
+
+    monkeypatch.setattr(disk, "write", write)
+    return go
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, rank: int, number: int, step: int = 2) -> list[bool]:
+    """The write of this rank, known by its first value of ``ROWS``, fails while what is given is true."""
+    real, broken = disk.write, [True]
+
+    def write(path: Path, pieces: Any, sync: bool) -> None:
+        found = list(pieces)
+        if broken[0] and found[0].memory[:4].view(torch.float32)[0] == (rank * 1_000_000 + step) % states.MODULUS:
+            raise OSError(number, os.strerror(number), str(path))
+        real(path, found, sync)
+
+    monkeypatch.setattr(disk, "write", write)
+    return broken

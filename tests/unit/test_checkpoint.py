@@ -19,7 +19,7 @@ from hpctrain.config import CheckpointConfig
 from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import states
-from tests.support.saving import each, resume, save
+from tests.support.saving import each, resume, save, save_behind
 
 AXES = ("pp", "dp", "tp")
 DTYPES = ("float32", "bfloat16", "float64", "int64", "bool", "float8_e4m3fn")
@@ -74,7 +74,7 @@ def test_what_any_mesh_saved_loads_under_any_other(data: st.DataObject, one: Mes
         return {f"model/{number}": data.draw(layouts_for(*tensor)) for number, tensor in enumerate(tensors)}
 
     with tempfile.TemporaryDirectory() as folder:
-        save(Path(folder), draw(one), one)
+        data.draw(st.sampled_from([save, save_behind]))(Path(folder), draw(one), one)
         assert resume(Path(folder), draw(other), other) == 1
 
 

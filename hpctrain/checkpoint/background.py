@@ -1,0 +1,101 @@
+"""Background: saves that a run does not wait for, one after another, and what is kept between them.
+
+A run stands still while the ranks agree, once for all saves of the same tensors, and while each rank copies what it
+writes (``snapshot``). All else is a ``Flight``. Every rank needs the places of the tensors in the file: rank 0 lays out
+the first file at once and tells them. In a later one they are the same, as long as tensors and attributes are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.flight import Acts, Flight
+from hpctrain.checkpoint.folder import Folder
+from hpctrain.checkpoint.format import Index, Slot
+from hpctrain.checkpoint.snapshot import Room, Snapshot, fits
+from hpctrain.checkpoint.state import Entry, State, agree
+from hpctrain.checkpoint.together import led, together
+from hpctrain.comm.group import Group
+from hpctrain.plan.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+
+class Background:
+    """How the ranks of one run start saves in the background; live."""
+
+    def __init__(self, folder: Folder, mesh: Mesh, group: Group) -> None:
+        self.folder, self.mesh, self.group = folder, mesh, group
+        self._seen: dict[str, Any] | None = None  # of which tensors the ranks have agreed
+        self._entries: tuple[Entry, ...] = ()
+        self._snapshot: Snapshot | None = None
+        self._fits = False
+        self._slots: tuple[Slot, ...] = ()
+        self._text: str | None = None  # the attributes with which the file has these places; on rank 0 alone
+
+    def begin(self, step: int, state: State, attributes: dict[str, Any]) -> Flight | None:
+        """Copy ``state`` and start to save it; None, with nothing done, where memory has no room for the copy.
+
+        Collective. The save before must have ended: its copy is written over.
+        """
+        self._agree(state)
+        if not self._fits:
+            return None
+        together(self.group, lambda: self._snapshot.take(state), f"copying step {step}")
+        attributes = deepcopy(attributes) if self.group.leads else {}  # as they are now
+        aside, part = self.folder.aside(step), self.folder.aside(step)
+        told = led(self.group, lambda: self._place(step, aside, part, attributes), f"laying out step {step}")
+        if told["index"]:
+            self._slots = Index.from_json(told["index"]).slots
+        acts = Acts(
+            make=partial(self._make, step, aside, part, attributes),
+            written=partial(self._snapshot.written, self._slots),
+            publish=partial(self.folder.publish, part, step),
+            discard=lambda: [path.unlink(missing_ok=True) for path in (aside, part)],
+        )
+        blocks = sum(slot.blocks for slot in self._slots)
+        return Flight(step, Path(told["part"]), acts, blocks, self.group, self.folder.config.sync)
+
+    def _agree(self, state: State) -> None:
+        """Agree on the names and on whether there is memory, if any rank has other tensors than at the save before."""
+        seen = {name: (held.layout, held.tensor.numel(), held.tensor.dtype) for name, held in state.items()}
+        same = torch.tensor([int(seen == self._seen)], device=self.group.device)
+        self.group.all_reduce(same, "min")
+        if int(same):
+            return
+        self._seen = self._snapshot = self._text = None
+        self._entries = agree(state, self.mesh, self.group)
+        self._snapshot = Snapshot(self._entries)
+        room = together(self.group, lambda: asdict(Room.seen(self._snapshot.nbytes)), "looking for memory")
+        self._fits = fits([Room(**one) for one in self.group.collect(room)])
+        if not self._fits and self.group.leads:
+            log.warning("memory has no room for a copy of what is saved, so the run waits for each save")
+        self._seen = seen
+
+    # ---- what the leading rank does alone ----------------------------------------------------------------------------
+
+    def _place(self, step: int, aside: Path, part: Path, attributes: dict[str, Any]) -> dict[str, Any]:
+        """The name of the file, and its tensors' places where the ranks do not know them: then it is laid out now."""
+        text = json.dumps(attributes, sort_keys=True)
+        if text == self._text:
+            return {"part": str(part), "index": None}
+        placed = self.folder.lay_out(aside, step, self._entries, attributes)
+        self._text = text
+        return {"part": str(part), "index": Index(step, {}, placed).to_json()}
+
+    def _make(self, step: int, aside: Path, part: Path, attributes: dict[str, Any]) -> None:
+        """Give the file its name aside only when it is laid out and has its room: others write when they see it."""
+        if not aside.exists():
+            placed = self.folder.lay_out(aside, step, self._entries, attributes)
+            assert placed == self._slots, "equal tensors and attributes lie at equal places"
+        self.folder.reserve(aside)
+        os.rename(aside, part)

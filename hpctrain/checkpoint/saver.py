@@ -1,0 +1,66 @@
+"""Saver: when a run saves, and what it says of it. A training loop calls it after each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.checkpoint import Checkpoint
+from hpctrain.checkpoint.state import State
+from hpctrain.errors import DivergedError, FullError
+
+
+class Saver:
+    """Saves a run's ``state`` when it is due; live, closed by ``with``: after an error nothing half-written is left.
+
+    A save under way is then given up, but not at a DivergedError: all ranks meet that, and can wait for the save.
+    ``attributes`` go with each checkpoint; ``say`` tells a person a line.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, state: State, attributes: dict[str, Any], say: Callable[[str], None]
+    ) -> None:
+        self.checkpoint, self.state, self.attributes, self.say = checkpoint, state, attributes, say
+        self._begun = 0  # the step that was saved last, or is being saved
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind and issubclass(kind, DivergedError):
+                self._told(self.checkpoint.wait)
+        finally:
+            self.checkpoint.close()
+
+    def step(self, step: int, last: bool) -> dict[str, float]:
+        """Save after ``step`` steps if that is due, or bring a save that is under way on; collective.
+
+        After the ``last`` step there is a checkpoint of it on return. Gives ``save_seconds``, how long the run stood
+        still, where it did for a save.
+        """
+        checkpoint, began = self.checkpoint, time.perf_counter()
+        if not (last or checkpoint.under_way or checkpoint.due(step)):
+            return {}
+        self._told(checkpoint.advance)
+        if last:
+            self._told(checkpoint.wait)
+            self.say(f"saved {checkpoint.save(step, self.state, self.attributes)}")
+        elif checkpoint.due(step):
+            self._told(checkpoint.make_way)
+            self._begun = step
+            self._told(lambda: checkpoint.begin(step, self.state, self.attributes))
+        return {"save_seconds": time.perf_counter() - began}
+
+    def _told(self, act: Callable[[], Path | None]) -> None:
+        """Say what ``act`` ended, or that a full disk did and the run goes on."""
+        try:
+            path = act()
+        except FullError as error:
+            self.checkpoint.go_on(self._begun, error)
+            self.say(f"step {self._begun} was not saved, and training goes on")
+        else:
+            if path:
+                self.say(f"saved {path}")
