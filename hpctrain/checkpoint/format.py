@@ -37,6 +37,7 @@ PAGE = 4096
 ALIGN_FROM_BYTES = 1 << 16  # smaller tensors lie side by side
 MEGABYTE = 1 << 20
 OBJECT_BYTES = 1024  # HDF5's bookkeeping for one dataset, from above
+OTHER_LOCKING = "file locking flag values don't match"  # HDF5 has no number for it
 DIGEST = h5t.STD_U64LE
 TEXT = h5py.string_dtype()
 SCALAR = h5s.create(h5s.SCALAR)
@@ -311,7 +312,7 @@ def _opened(path: Path) -> h5py.File:
     if not h5f.is_hdf5(os.fsencode(path)):
         raise IncompleteError(f"{path} is not an HDF5 file", "it was cut off, or is something else", _OLDER)
     try:
-        file = h5py.File(path, "r", locking=False)
+        file = _unlocked(path)
     except OSError as error:
         raise IncompleteError(f"{path} is incomplete", f"HDF5 cannot open it: {error}", _OLDER) from None
     try:
@@ -326,6 +327,17 @@ def _opened(path: Path) -> h5py.File:
             "read it with the release that wrote it" if told[0] == FORMAT else "",
         )
     return file
+
+
+def _unlocked(path: Path) -> h5py.File:
+    """The file, without a lock; where this process has it open already, as it was opened there, as HDF5 demands."""
+    for locking in (False, True):
+        try:
+            return h5py.File(path, "r", locking=locking)
+        except OSError as error:
+            if OTHER_LOCKING not in str(error):
+                raise
+    return h5py.File(path, "r", locking="best-effort")
 
 
 def _slots(file: h5f.FileID) -> Iterator[Slot]:

@@ -147,6 +147,15 @@ def test_a_file_locked_by_somebody_else_is_read(tmp_path: Path):
         assert format.read_index(path).step == 5
 
 
+@pytest.mark.parametrize("locking", [None, True, False, "best-effort"])
+def test_a_file_that_the_same_program_has_open_is_read_however_it_opened_it(tmp_path: Path, locking: bool | str | None):
+    """HDF5 refuses what is open with another locking flag, and a whole checkpoint would be taken for a torn one."""
+    tensors = {"model/a": torch.ones(3)}
+    with h5py.File(saved(tmp_path, tensors), locking=locking) as file:
+        assert torch.equal(loaded(tmp_path, tensors)["model/a"], tensors["model/a"])
+        assert file["model/a"].shape == (3,)
+
+
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999])
 def test_a_cut_off_file_is_called_incomplete(tmp_path: Path, part: float):
     path = saved(tmp_path, {"model/a": torch.rand(30_000)})
