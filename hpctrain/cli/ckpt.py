@@ -27,6 +27,7 @@ WIDE = 1000
 app.command("verify")(ckpt_files.verify)
 app.command("diff")(ckpt_files.diff)
 app.command("convert")(ckpt_files.convert)
+app.command("reshard", help=ckpt_files.RESHARD)(ckpt_files.convert)  # what people look for under that name
 
 
 @app.callback()
@@ -45,14 +46,17 @@ def inspect(
 ) -> None:
     """List what is inside a checkpoint: step, attributes, and each tensor's name, dtype, shape and size."""
     from hpctrain.checkpoint import inspect as inside
+    from hpctrain.checkpoint.together import led
+    from hpctrain.comm.group import SoloGroup
 
-    path, index = inside.find(file)
+    alone = SoloGroup()
+    path, index = ckpt_files.file_of(file, alone)
     slots = inside.select(path, index, tensor)
     rows = [asdict(slot) | {"bytes": slot.nbytes} for slot in slots]
     if stats:
         with bar("read") as tell:
-            found = inside.all_stats(path, slots, tell)
-        rows = [row | asdict(one) for row, one in zip(rows, found, strict=True)]
+            told = led(alone, lambda: [asdict(one) for one in inside.all_stats(path, slots, tell)], f"reading {path}")
+        rows = [row | one for row, one in zip(rows, told, strict=True)]
     report = {"file": str(path), "step": index.step, "attributes": index.attributes, "tensors": rows}
     if as_json:
         print(json.dumps(report, indent=2))
