@@ -16,6 +16,7 @@ from hpctrain.comm.mpi import MpiGroup
 from hpctrain.config import CheckpointConfig
 from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
+from tests.support.saving import SAVES
 
 LAYOUTS = {
     "model/rows": Layout((1200, 1000), "float32", (Cut(0, ("dp",)),)),
@@ -25,7 +26,7 @@ LAYOUTS = {
 }
 
 
-def main(folder: Path, writer: str, told: Path) -> None:
+def main(folder: Path, writer: str, told: Path, way: str) -> None:
     """Save until somebody ends it; each element is the number of its step. What was done is appended to ``told``."""
     group = MpiGroup(MPI.COMM_WORLD)
     mesh = Mesh((("dp", group.size),))
@@ -39,7 +40,7 @@ def main(folder: Path, writer: str, told: Path) -> None:
     for step in count(start + 1):
         for held in state.values():
             held.tensor.fill_(step)
-        checkpoint.save(step, state, {})
+        SAVES[way](checkpoint, step, state)
         _say(group, told, f"saved {step}")
 
 
@@ -56,4 +57,4 @@ def _say(group: MpiGroup, told: Path, line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])

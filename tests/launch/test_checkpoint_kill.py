@@ -24,7 +24,7 @@ def test_a_job_killed_at_any_moment_goes_on_from_its_last_checkpoint(launch, tmp
     saved = 0
     for number, victims in enumerate(([0], [3], range(RANKS), [1], range(RANKS))):
         told = tmp_path / f"told.{number}"
-        job = launch.start(RANKS, "python", LOOP, folder, writer, told)
+        job = launch.start(RANKS, "python", LOOP, folder, writer, told, "at once")
         resumed, first = _number(job, told, "resumed"), _number(job, told, "saved")
         # What was said to be saved is there; one more may have got its name before the kill, and its line not out.
         assert saved <= resumed <= saved + 1
