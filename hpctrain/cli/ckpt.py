@@ -46,7 +46,7 @@ def inspect(
 ) -> None:
     """List what is inside a checkpoint: step, attributes, and each tensor's name, dtype, shape and size."""
     from hpctrain.checkpoint import inspect as inside
-    from hpctrain.checkpoint.together import led
+    from hpctrain.checkpoint.together import together
     from hpctrain.comm.group import SoloGroup
 
     alone = SoloGroup()
@@ -55,8 +55,8 @@ def inspect(
     rows = [asdict(slot) | {"bytes": slot.nbytes} for slot in slots]
     if stats:
         with bar("read") as tell:
-            told = led(alone, lambda: [asdict(one) for one in inside.all_stats(path, slots, tell)], f"reading {path}")
-        rows = [row | one for row, one in zip(rows, told, strict=True)]
+            found = together(alone, lambda: inside.all_stats(path, slots, index.table, tell), f"reading {path}")
+        rows = [row | asdict(one) for row, one in zip(rows, found, strict=True)]
     report = {"file": str(path), "step": index.step, "attributes": index.attributes, "tensors": rows}
     if as_json:
         print(json.dumps(report, indent=2))
