@@ -21,11 +21,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
 
 from hpctrain.checkpoint.blocks import ALGORITHM, BLOCK_BYTES, count, digest
+from hpctrain.checkpoint.hdf5 import VARIABLE, h5a, h5d, h5f, h5g, h5o, h5p, h5py, h5s, h5t
 from hpctrain.errors import CheckpointError, DamagedError, IncompleteError
 from hpctrain.plan.layout import ITEMSIZE
 
@@ -37,7 +36,7 @@ PAGE = 4096
 ALIGN_FROM_BYTES = 1 << 16  # smaller tensors lie side by side
 MEGABYTE = 1 << 20
 OBJECT_BYTES = 1024  # HDF5's bookkeeping for one dataset, from above
-OTHER_LOCKING = "file locking flag values don't match"  # HDF5 has no number for it
+OTHER_LOCKING = "flag values don't match"  # HDF5 has no number for it
 DIGEST = h5t.STD_U64LE
 TEXT = h5py.string_dtype()
 SCALAR = h5s.create(h5s.SCALAR)
@@ -314,6 +313,9 @@ def _opened(path: Path) -> h5py.File:
     try:
         file = _unlocked(path)
     except OSError as error:
+        if error.errno:  # the system's, such as a lock that is not to be had: it tells nothing of the file
+            hint = f", and {VARIABLE} has it locked: set it to FALSE before the start" if "lock" in str(error) else ""
+            raise OSError(error.errno, os.strerror(error.errno) + hint, str(path)) from error
         raise IncompleteError(f"{path} is incomplete", f"HDF5 cannot open it: {error}", _OLDER) from None
     try:
         told = file.attrs.get("format"), file.attrs.get("version")

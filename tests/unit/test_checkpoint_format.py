@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -145,6 +146,32 @@ def test_a_file_locked_by_somebody_else_is_read(tmp_path: Path):
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert format.read_index(path).step == 5
+
+
+OPENED = 'import h5py; h5py.File("x", "w", driver="core", backing_store=False)'
+WITH_A_LOCK = """
+import fcntl, sys
+from pathlib import Path
+{first}
+from hpctrain.checkpoint import keep
+with open(sys.argv[1]) as other:
+    fcntl.flock(other, fcntl.LOCK_EX)
+    path = Path(sys.argv[1])
+    print(keep.newest(path.parent, [path.name])[1].step)
+"""
+
+
+@pytest.mark.parametrize(("said", "first"), [("TRUE", ""), ("BEST_EFFORT", OPENED)])
+def test_a_variable_that_asks_for_locks_does_no_harm(tmp_path: Path, said: str, first: str):
+    """HDF5 has its word from it where it opened a file before us: the error says so, and no older file is taken."""
+    path = saved(tmp_path, {"model/a": torch.ones(3)})
+    command = [sys.executable, "-c", WITH_A_LOCK.format(first=first), path]
+    env = os.environ | {"HDF5_USE_FILE_LOCKING": said, "PYTHONPATH": str(REFERENCE.parents[2])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if first == OPENED:
+        assert "Resource temporarily unavailable, and HDF5_USE_FILE_LOCKING has it locked: set it to" in done.stderr
+    else:
+        assert done.stdout == "5\n", done.stderr
 
 
 @pytest.mark.parametrize("locking", [None, True, False, "best-effort"])
