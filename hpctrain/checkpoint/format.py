@@ -361,14 +361,20 @@ def _slot(dataset: h5d.DatasetID, name: str) -> Slot:
     try:
         dtype = h5a.open(dataset, b"dtype")
     except KeyError:
-        raise CheckpointError(f"{name} does not say its dtype", "a tensor's dtype is never guessed") from None
+        where = f"{_file_of(dataset)}: {name}"
+        raise CheckpointError(f"{where} does not say its dtype", "a tensor's dtype is never guessed") from None
     told = np.empty((), TEXT)
     dtype.read(told)
     offset = dataset.get_offset()  # None for what is not in one piece, and for no bytes at all
     slot = Slot(name, dataset.shape, told[()].decode(), offset or 0, _first(dataset))
     if slot.dtype not in TYPES or (slot.nbytes and offset is None) or slot.nbytes != dataset.get_storage_size():
-        raise CheckpointError(f"{name} is not contiguous {slot.dtype}", "its bytes cannot be found from its place")
+        where = f"{_file_of(dataset)}: {name}"
+        raise CheckpointError(f"{where} is not contiguous {slot.dtype}", "its bytes cannot be found from its place")
     return slot
+
+
+def _file_of(dataset: h5d.DatasetID) -> str:
+    return os.fsdecode(h5f.get_name(dataset))
 
 
 def _first(dataset: h5d.DatasetID) -> int:

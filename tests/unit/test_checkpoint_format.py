@@ -224,7 +224,7 @@ def test_a_dataset_that_hides_its_dtype_is_refused(tmp_path: Path):
     path = saved(tmp_path, {"model/a": torch.rand(3)})
     with h5py.File(path, "r+") as file:
         del file["model/a"].attrs["dtype"]
-    with pytest.raises(CheckpointError, match="model/a does not say its dtype\n  a tensor's dtype is never guessed"):
+    with pytest.raises(CheckpointError, match=f"{path}: model/a does not say its dtype\n  a tensor's dtype is"):
         format.read_index(path)
 
 
@@ -232,7 +232,7 @@ def test_a_chunked_dataset_is_refused(tmp_path: Path):
     path = saved(tmp_path, {"model/a": torch.rand(3)})
     with h5py.File(path, "r+") as file:
         file.create_dataset("model/b", data=np.ones(100, "f4"), chunks=(10,)).attrs["dtype"] = "float32"
-    with pytest.raises(CheckpointError, match="model/b is not contiguous float32"):
+    with pytest.raises(CheckpointError, match=f"{path}: model/b is not contiguous float32"):
         format.read_index(path)
 
 
