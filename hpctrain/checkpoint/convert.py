@@ -100,6 +100,8 @@ def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]
         raise CheckpointError(f"{out} is there already", "a file is never written over", "give another name")
     ordered = sorted(wanted, key=lambda slot: (slot.nbytes >= format.ALIGN_FROM_BYTES, slot.name))
     out.parent.mkdir(parents=True, exist_ok=True)
+    for left in keep.abandoned(out.parent, out.name):
+        left.unlink(missing_ok=True)
     keep.check_room(out.parent, format.needed_bytes(ordered))
     part = out.parent / keep.part_name(out.name)
     try:

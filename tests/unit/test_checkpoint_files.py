@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,6 +222,16 @@ def test_convert_writes_over_nothing_and_leaves_nothing_of_a_damaged_file(tmp_pa
 
     assert f"{path}: model/norm is damaged in its bytes 0 to 65" in threads.run(3, act)[0]
     assert os.listdir(out.parent) == []
+
+
+def test_what_a_killed_convert_left_aside_goes_with_the_next_of_that_name(tmp_path: Path):
+    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True).stdout.strip()
+    host, (mine, other) = socket.gethostname(), ("x.h5", "y.h5")
+    for name, process in ((mine, dead), (mine, os.getpid()), (other, dead)):
+        (tmp_path / f".{name}.{host}.{process}.0af3.part").write_bytes(bytes(1000))
+    told("convert", saved(tmp_path / "in"), tmp_path / mine)
+    left = [f".{mine}.{host}.{os.getpid()}.0af3.part", f".{other}.{host}.{dead}.0af3.part"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*left, "in", mine])
 
 
 def test_a_file_without_checksums_can_be_given_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
