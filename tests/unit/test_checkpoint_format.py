@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from hpctrain.checkpoint import format
 from hpctrain.checkpoint.checkpoint import Checkpoint
@@ -261,6 +262,26 @@ def test_the_reader_in_the_reference_page_reads_a_checkpoint(tmp_path: Path):
     assert all(np.array_equal(found[name], tensor.float().numpy()) for name, tensor in tensors.items())
     with pytest.raises(ValueError, match="model/blocks.0.weight is damaged"):
         names["read"](_damaged(tmp_path, "model/blocks.0.weight"))
+
+
+def test_a_file_that_somebody_else_made_as_the_reference_page_says_loads(tmp_path: Path):
+    tensors = {"model/a": torch.rand(300, 301), "model/b": torch.rand(7), "optim/exp_avg/none": torch.rand(0, 3)}
+    with h5py.File(tmp_path / "step-00000005.h5", "w") as file:
+        sums, lines = [], ["5", '{"who": "somebody"}']
+        for name, tensor in sorted(tensors.items()):
+            file[name] = tensor.numpy()
+            file[name].attrs.update({"dtype": "float32", "first_checksum": len(sums)})
+            lines.append(f"{name} float32 {list(tensor.shape)} {len(sums)}")
+            raw = tensor.numpy().tobytes()
+            sums += [xxhash.xxh3_64_intdigest(raw[at : at + 262144]) for at in range(0, len(raw), 262144)]
+        table = file["checksums"] = np.array(sums, "<u8")
+        file["checksums"].attrs.update({"algorithm": "xxh3_64", "block_bytes": 262144})
+        file.attrs.update({"format": "hpctrain checkpoint", "version": 2, "step": 5, "complete": 1})
+        file.attrs["attributes"] = lines[1]
+        file.attrs["seal"] = np.uint64(xxhash.xxh3_64_intdigest("\n".join(lines).encode() + table.tobytes()))
+    found = loaded(tmp_path, tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert format.read_attributes(tmp_path / "step-00000005.h5") == {"who": "somebody"}
 
 
 def _damaged(folder: Path, name: str) -> Path:
