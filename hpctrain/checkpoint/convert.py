@@ -1,17 +1,17 @@
-"""Convert: write a checkpoint anew, its weights in another dtype, or its weights alone."""
+"""Convert: write a checkpoint anew, some of its tensors, under other names, its weights in another dtype."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from hpctrain.checkpoint import disk, format, keep
-from hpctrain.checkpoint.choice import FLOATS
+from hpctrain.checkpoint.choice import FLOATS, all_fit, named, takes
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.parts import Part, Tell, made, mine, quiet, read
 from hpctrain.checkpoint.save import sync_file
@@ -21,6 +21,33 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import CheckpointError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the new file has otherwise: the dtype of its weights, tensors that ``only`` names, and names of its own.
+
+    ``only``: shell patterns of new names. ``rename``: old name to new name, ``*`` being any text.
+    """
+
+    dtype: str | None = None
+    only: tuple[str, ...] = ("*",)
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def pairs(self, path: Path, index: Index) -> dict[str, tuple[Slot, Slot]]:
+        """By its new name each tensor that is taken, as it is read and as it is written.
+
+        Raises UsageError for a pattern that fits nothing, and for one new name of two tensors.
+        """
+        slots = named(path, index, self.rename, "--rename")
+        if self.only != ("*",):  # which a file of no tensors has too
+            all_fit("--only", self.only, list(slots), f"{path} under its new name")
+        return {name: (slot, self._new(name, slot)) for name, slot in slots.items() if takes(self.only, name)}
+
+    def _new(self, name: str, slot: Slot) -> Slot:
+        """Weights in floating point take the new dtype, all else keeps its own."""
+        fits = self.dtype and name.startswith(WEIGHTS) and slot.dtype in FLOATS
+        return replace(slot, name=name, dtype=DTYPES[self.dtype] if fits else slot.dtype)
 
 
 @dataclass(frozen=True)
@@ -34,19 +61,18 @@ class Converted:
     overflowed: int
 
 
-def convert(
-    path: Path, index: Index, out: Path, group: Group, dtype: str | None, weights_only: bool, tell: Tell = quiet
-) -> Converted:
-    """Write the checkpoint ``path`` anew as ``out``, with floating-point weights in ``dtype``, checked as it is read.
+def convert(path: Path, index: Index, out: Path, group: Group, change: Change, tell: Tell = quiet) -> Converted:
+    """Write the checkpoint ``path`` anew as ``out``, with what ``change`` says, checked as it is read.
 
     Collective: ranks share the work, each with some MiB at a time. ``out`` has its name only when it is whole; raises
     CheckpointError where something has that name already, and DamagedError where what is read is damaged.
     """
-    wanted = [_target(slot, dtype) for slot in index.slots if not weights_only or slot.name.startswith(WEIGHTS)]
-    begun = led(group, lambda: _begin(out, wanted, index), f"laying out {out}")
+    pairs = change.pairs(path, index)
+    begun = led(group, lambda: _begin(out, [new for _, new in pairs.values()], index), f"laying out {out}")
     part, slots = Path(begun["part"]), [Slot(**slot | {"shape": tuple(slot["shape"])}) for slot in begun["slots"]]
+    moved = Moved(path, {name: old for name, (old, _) in pairs.items()}, index.table, part, slots)
     try:
-        sums, overflowed = together(group, lambda: _write(path, index, part, slots, group, tell), f"writing {out}")
+        sums, overflowed = together(group, lambda: _write(moved, group, tell), f"writing {out}")
         told = torch.from_numpy(np.append(sums.view(np.int64), overflowed)).to(group.device)
         group.all_reduce(told, "sum")
         sums, overflowed = told[:-1].cpu().numpy().view(np.uint64), int(told[-1])
@@ -58,10 +84,15 @@ def convert(
     return Converted(str(out), index.step, len(slots), sum(slot.nbytes for slot in slots), overflowed)
 
 
-def _target(slot: Slot, dtype: str | None) -> Slot:
-    """The tensor as it is written: weights in floating point take the new dtype, all else keeps its own."""
-    fits = dtype and slot.name.startswith(WEIGHTS) and slot.dtype in FLOATS
-    return replace(slot, dtype=DTYPES[dtype] if fits else slot.dtype)
+@dataclass(frozen=True)
+class Moved:
+    """From which file, by new name, with its checksums at ``table``, to which places of which file."""
+
+    path: Path
+    sources: Mapping[str, Slot]
+    table: int | None
+    part: Path
+    slots: Sequence[Slot]
 
 
 def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]:
@@ -69,6 +100,8 @@ def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]
         raise CheckpointError(f"{out} is there already", "a file is never written over", "give another name")
     ordered = sorted(wanted, key=lambda slot: (slot.nbytes >= format.ALIGN_FROM_BYTES, slot.name))
     out.parent.mkdir(parents=True, exist_ok=True)
+    for left in keep.abandoned(out.parent, out.name):
+        left.unlink(missing_ok=True)
     keep.check_room(out.parent, format.needed_bytes(ordered))
     part = out.parent / keep.part_name(out.name)
     try:
@@ -80,23 +113,20 @@ def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]
     return {"part": str(part), "slots": [asdict(slot) for slot in placed]}
 
 
-def _write(
-    path: Path, index: Index, part: Path, slots: Sequence[Slot], group: Group, tell: Tell
-) -> tuple[np.ndarray, int]:
+def _write(moved: Moved, group: Group, tell: Tell) -> tuple[np.ndarray, int]:
     """Convert this rank's share; gives its checksums, 0 for all other blocks, and how many numbers overflowed."""
-    source = {slot.name: slot for slot in index.slots}
-    sums, overflowed = np.zeros(sum(slot.blocks for slot in slots), np.uint64), 0
-    for parts in mine(slots, group, tell):
-        found = read(path, [one.of(source[one.slot.name]) for one in parts], index.table)
+    sums, overflowed = np.zeros(sum(slot.blocks for slot in moved.slots), np.uint64), 0
+    for parts in mine(moved.slots, group, tell):
+        found = read(moved.path, [one.of(moved.sources[one.slot.name]) for one in parts], moved.table)
         ready = [memory.to(getattr(torch, one.slot.dtype)) for one, memory in zip(parts, found, strict=True)]
-        disk.write(part, [_piece(one, memory) for one, memory in zip(parts, ready, strict=True)], sync=False)
+        disk.write(moved.part, [_piece(one, memory) for one, memory in zip(parts, ready, strict=True)], sync=False)
         for one, before, after in zip(parts, found, ready, strict=True):
             values = made(after)
             first = one.slot.first + one.block
             sums[first : first + len(values)] = values
             if before is not after and after.is_floating_point():
                 overflowed += int((_wide(before).isfinite() & ~_wide(after).isfinite()).sum())
-    sync_file(part)
+    sync_file(moved.part)
     return sums, overflowed
 
 

@@ -21,11 +21,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
 
 from hpctrain.checkpoint.blocks import ALGORITHM, BLOCK_BYTES, count, digest
+from hpctrain.checkpoint.hdf5 import VARIABLE, h5a, h5d, h5f, h5g, h5o, h5p, h5py, h5s, h5t
 from hpctrain.errors import CheckpointError, DamagedError, IncompleteError
 from hpctrain.plan.layout import ITEMSIZE
 
@@ -37,6 +36,7 @@ PAGE = 4096
 ALIGN_FROM_BYTES = 1 << 16  # smaller tensors lie side by side
 MEGABYTE = 1 << 20
 OBJECT_BYTES = 1024  # HDF5's bookkeeping for one dataset, from above
+OTHER_LOCKING = "flag values don't match"  # HDF5 has no number for it
 DIGEST = h5t.STD_U64LE
 TEXT = h5py.string_dtype()
 SCALAR = h5s.create(h5s.SCALAR)
@@ -311,8 +311,11 @@ def _opened(path: Path) -> h5py.File:
     if not h5f.is_hdf5(os.fsencode(path)):
         raise IncompleteError(f"{path} is not an HDF5 file", "it was cut off, or is something else", _OLDER)
     try:
-        file = h5py.File(path, "r", locking=False)
+        file = _unlocked(path)
     except OSError as error:
+        if error.errno:  # the system's, such as a lock that is not to be had: it tells nothing of the file
+            hint = f", and {VARIABLE} has it locked: set it to FALSE before the start" if "lock" in str(error) else ""
+            raise OSError(error.errno, os.strerror(error.errno) + hint, str(path)) from error
         raise IncompleteError(f"{path} is incomplete", f"HDF5 cannot open it: {error}", _OLDER) from None
     try:
         told = file.attrs.get("format"), file.attrs.get("version")
@@ -326,6 +329,17 @@ def _opened(path: Path) -> h5py.File:
             "read it with the release that wrote it" if told[0] == FORMAT else "",
         )
     return file
+
+
+def _unlocked(path: Path) -> h5py.File:
+    """The file, without a lock; where this process has it open already, as it was opened there, as HDF5 demands."""
+    for locking in (False, True):
+        try:
+            return h5py.File(path, "r", locking=locking)
+        except OSError as error:
+            if OTHER_LOCKING not in str(error):
+                raise
+    return h5py.File(path, "r", locking="best-effort")
 
 
 def _slots(file: h5f.FileID) -> Iterator[Slot]:
@@ -347,14 +361,20 @@ def _slot(dataset: h5d.DatasetID, name: str) -> Slot:
     try:
         dtype = h5a.open(dataset, b"dtype")
     except KeyError:
-        raise CheckpointError(f"{name} does not say its dtype", "a tensor's dtype is never guessed") from None
+        where = f"{_file_of(dataset)}: {name}"
+        raise CheckpointError(f"{where} does not say its dtype", "a tensor's dtype is never guessed") from None
     told = np.empty((), TEXT)
     dtype.read(told)
     offset = dataset.get_offset()  # None for what is not in one piece, and for no bytes at all
     slot = Slot(name, dataset.shape, told[()].decode(), offset or 0, _first(dataset))
     if slot.dtype not in TYPES or (slot.nbytes and offset is None) or slot.nbytes != dataset.get_storage_size():
-        raise CheckpointError(f"{name} is not contiguous {slot.dtype}", "its bytes cannot be found from its place")
+        where = f"{_file_of(dataset)}: {name}"
+        raise CheckpointError(f"{where} is not contiguous {slot.dtype}", "its bytes cannot be found from its place")
     return slot
+
+
+def _file_of(dataset: h5d.DatasetID) -> str:
+    return os.fsdecode(h5f.get_name(dataset))
 
 
 def _first(dataset: h5d.DatasetID) -> int:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint import disk, keep
+from hpctrain.checkpoint import keep
 from hpctrain.checkpoint.format import Index, Slot, read_index
-from hpctrain.checkpoint.parts import Tell, quiet
+from hpctrain.checkpoint.parts import Part, Tell, quiet, read
 from hpctrain.errors import CheckpointError
 from hpctrain.plan.layout import ITEMSIZE
 
-READ_BYTES = 64 << 20
+READ_BYTES = 64 << 20  # whole blocks
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,23 @@ def select(path: Path, index: Index, pattern: str | None) -> tuple[Slot, ...]:
     return slots
 
 
-def all_stats(path: Path, slots: Sequence[Slot], tell: Tell = quiet) -> list[Stats]:
-    """The stats of several tensors; tells the bytes that were read."""
+def all_stats(path: Path, slots: Sequence[Slot], table: int | None, tell: Tell = quiet) -> list[Stats]:
+    """The stats of several tensors, checked with ``table`` where there is one; tells the bytes that were read."""
     found, done, total = [], 0, sum(slot.nbytes for slot in slots)
     for slot in slots:
-        found.append(stats(path, slot))
+        found.append(stats(path, slot, table))
         done += slot.nbytes
         tell(done, total)
     return found
 
 
-def stats(path: Path, slot: Slot) -> Stats:
-    """Read a tensor, a part at a time, and say how its numbers are spread; of complex ones, their absolute values."""
+def stats(path: Path, slot: Slot, table: int | None = None) -> Stats:
+    """Read a tensor, a part at a time, and say how its numbers are spread; of complex ones, their absolute values.
+
+    With ``table``, where the file's checksums begin, DamagedError names what is damaged.
+    """
     least, greatest, total, squares, count, zeros, strange = float("inf"), float("-inf"), 0.0, 0.0, 0, 0, 0
-    for part in _parts(path, slot):
+    for part in _parts(path, slot, table):
         finite = part[part.isfinite()]
         strange += part.numel() - finite.numel()
         if not finite.numel():
@@ -80,11 +83,9 @@ def stats(path: Path, slot: Slot) -> Stats:
     return Stats(least, greatest, mean, sqrt(max(0.0, squares / count - mean * mean)), zeros, strange)
 
 
-def _parts(path: Path, slot: Slot) -> Iterator[Tensor]:
+def _parts(path: Path, slot: Slot, table: int | None) -> Iterator[Tensor]:
     """The tensor's numbers as float64, at most READ_BYTES of the file at once."""
-    step = READ_BYTES // ITEMSIZE[slot.dtype] * ITEMSIZE[slot.dtype]
-    for start in range(0, slot.nbytes, step):
-        memory = torch.empty(min(step, slot.nbytes - start), dtype=torch.uint8)
-        disk.read(path, [disk.Piece(slot.offset + start, memory)])
-        numbers = memory.view(getattr(torch, slot.dtype))
+    step, stop = READ_BYTES // ITEMSIZE[slot.dtype], prod(slot.shape)
+    for start in range(0, stop, step):
+        (numbers,) = read(path, [Part(slot, start, min(start + step, stop))], table)
         yield (numbers.abs() if numbers.is_complex() else numbers).to(torch.float64)

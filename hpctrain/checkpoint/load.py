@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from hpctrain.errors import CheckpointError
 
 # Tensors that cannot be read in place (on a GPU, not contiguous, of another dtype) are read aside, this much at once.
 ASIDE_BYTES = 1 << 30
+# Blocks of which a rank holds only parts are read aside to be checked: of a cut by columns that is the whole tensor.
+TORN_BYTES = 64 << 20
 
 
 def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group: Group, verify: bool = True) -> None:
@@ -90,8 +93,8 @@ class Reading:
 
     @property
     def aside(self) -> int:
-        """Bytes of memory that it takes."""
-        return sum(one.length for one in self.torn) + (0 if self.near is self.target else self.near.nbytes)
+        """Bytes of memory that it takes while it is read, beside its torn blocks."""
+        return 0 if self.near is self.target else self.near.nbytes
 
 
 def _read(path: Path, index: Index, wanted: Sequence[tuple[Entry, Slot]], state: State, verify: bool) -> None:
@@ -135,14 +138,28 @@ def _fill(path: Path, batch: Sequence[Reading], table: int | None) -> None:
 
 def _fill_checked(path: Path, batch: Sequence[Reading], table: int) -> None:
     """Read data and checksums in one go; what does not fit its checksum never leaves the memory that it was read to."""
-    checks = [check for reading in batch for check in _checks(reading, table)]
-    disk.read(path, (piece for check in checks for piece in check.reads))
+    for checks in _few(check for reading in batch for check in _checks(reading, table)):
+        disk.read(path, (piece for check in checks for piece in check.reads))
+        for check in checks:
+            made = checksums.of_span(check.span)
+            checksums.compare(path, check.slot, check.span.first, made, check.wanted)
+            for piece in check.pieces:
+                start = piece.at - check.reads[0].at
+                piece.memory.copy_(check.span.memory[start : start + piece.memory.numel()])
+
+
+def _few(checks: Iterator[Check]) -> Iterator[list[Check]]:
+    """Checks that have TORN_BYTES in memory of their own, and then the next; each is made when its turn comes."""
+    few: list[Check] = []
+    aside = 0
     for check in checks:
-        made = checksums.of_span(check.span)
-        checksums.compare(path, check.slot, check.span.first, made, check.wanted)
-        for piece in check.pieces:
-            start = piece.at - check.reads[0].at
-            piece.memory.copy_(check.span.memory[start : start + piece.memory.numel()])
+        few.append(check)
+        aside += check.aside
+        if aside >= TORN_BYTES:
+            yield few
+            few.clear()  # the taker's list too: its memory goes before more is made
+            aside = 0
+    yield few
 
 
 @dataclass(frozen=True)
@@ -155,16 +172,23 @@ class Check:
     reads: tuple[disk.Piece, disk.Piece]
     pieces: tuple[disk.Piece, ...] = ()
 
+    @property
+    def aside(self) -> int:
+        """Bytes of memory that it takes."""
+        return self.span.memory.nbytes if self.pieces else 0
+
 
 def _checks(reading: Reading, table: int) -> Iterator[Check]:
     slot = reading.slot
-    spans = [(span, ()) for span in reading.spans]
-    for one in reading.torn:
-        spans.append((checksums.Span(one.number, torch.empty(one.length, dtype=torch.uint8)), one.pieces))
-    for span, have in spans:
+    torn = ((_aside(one), one.pieces) for one in reading.torn)
+    for span, have in chain(((span, ()) for span in reading.spans), torn):
         told, wanted = checksums.expected(table, slot, span.first, count(span.memory.numel()))
         at = disk.Piece(slot.offset + span.first * BLOCK_BYTES, span.memory)
         yield Check(slot, span, wanted, (at, told), have)
+
+
+def _aside(torn: checksums.Torn) -> checksums.Span:
+    return checksums.Span(torn.number, torch.empty(torn.length, dtype=torch.uint8))
 
 
 def _in_place(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +64,9 @@ def mpio(
     file = together(group, lambda: format.Shared(path, group.comm, config.hints), f"opening {path}")
     error = _write_alone(file, planned, state)
     error = _write_together(file, planned, counts.tolist(), state) or error
-    together(group, lambda: _end(file, path, error, config.sync), f"writing {path}")
-    together(group, lambda: _check(path, _pieces(entries, state, slots)), f"checking {path}")
+    written = partial(_pieces, entries, state, slots)
+    together(group, lambda: _end(file, path, error, config.sync, written()), f"writing {path}")
+    together(group, lambda: _check(path, written()), f"checking {path}")
 
 
 WRITERS: dict[str, Writer] = {"direct": direct, "mpio": mpio}
@@ -166,9 +168,18 @@ def _gathered(entry: Entry, boxes: Sequence[Box], state: State) -> np.ndarray:
     return torch.cat([memory[start * size : stop * size] for start, stop in spans]).cpu().numpy()
 
 
-def _end(file: format.Shared, path: Path, error: Exception | None, sync: bool) -> None:
-    file.close()
+def _end(file: format.Shared, path: Path, error: Exception | None, sync: bool, written: Iterator[disk.Piece]) -> None:
+    """Close the file, and raise what went wrong.
+
+    HDF5 keeps the system's number of an error to itself, so what it could not write is written once more without it: a
+    full disk then says that it is one.
+    """
+    try:
+        file.close()
+    except Exception as caught:
+        error = error or caught
     if error:
+        disk.write(path, written, sync=True)
         raise CheckpointError(f"writing {path} failed", f"HDF5: {error}", FULL) from error
     if sync:
         sync_file(path)

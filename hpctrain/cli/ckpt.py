@@ -27,6 +27,7 @@ WIDE = 1000
 app.command("verify")(ckpt_files.verify)
 app.command("diff")(ckpt_files.diff)
 app.command("convert")(ckpt_files.convert)
+app.command("reshard", help=ckpt_files.RESHARD)(ckpt_files.convert)  # what people look for under that name
 
 
 @app.callback()
@@ -45,13 +46,16 @@ def inspect(
 ) -> None:
     """List what is inside a checkpoint: step, attributes, and each tensor's name, dtype, shape and size."""
     from hpctrain.checkpoint import inspect as inside
+    from hpctrain.checkpoint.together import together
+    from hpctrain.comm.group import SoloGroup
 
-    path, index = inside.find(file)
+    alone = SoloGroup()
+    path, index = ckpt_files.file_of(file, alone)
     slots = inside.select(path, index, tensor)
     rows = [asdict(slot) | {"bytes": slot.nbytes} for slot in slots]
     if stats:
         with bar("read") as tell:
-            found = inside.all_stats(path, slots, tell)
+            found = together(alone, lambda: inside.all_stats(path, slots, index.table, tell), f"reading {path}")
         rows = [row | asdict(one) for row, one in zip(rows, found, strict=True)]
     report = {"file": str(path), "step": index.step, "attributes": index.attributes, "tensors": rows}
     if as_json:

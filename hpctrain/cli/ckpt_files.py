@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,7 @@ import typer
 
 from hpctrain.cli.bar import bar
 from hpctrain.cli.options import AsJson
-from hpctrain.errors import EXIT_FAILED
+from hpctrain.errors import EXIT_FAILED, UsageError
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.format import Index
@@ -27,7 +27,7 @@ def verify(file: File, as_json: AsJson = False) -> None:
     from hpctrain.checkpoint.verify import verify as run
 
     with ranks() as group:
-        path, index = _found(file, group)
+        path, index = file_of(file, group)
         with bar("verify", group.leads, group.size) as tell:
             damages = run(path, index, group, tell)
         report = {"file": str(path), "step": index.step, "whole": not damages, "damages": [asdict(d) for d in damages]}
@@ -45,7 +45,7 @@ def diff(
     from hpctrain.checkpoint.diff import diff as run
 
     with ranks() as group:
-        sides = _found(one, group), _found(other, group)
+        sides = file_of(one, group), file_of(other, group)
         with bar("diff", group.leads, group.size) as tell:
             found = run(*sides, group, tensor, tell)
         steps = {"one": _side(sides[0]), "other": _side(sides[1])}
@@ -54,25 +54,50 @@ def diff(
     raise typer.Exit(EXIT_FAILED if found else 0)
 
 
+RESHARD = """Write a checkpoint anew, as ckpt convert does: the two are one command.
+
+A checkpoint holds whole tensors, so it needs no resharding: any number of ranks loads it, under any mesh, as it is.
+"""
+
+
 def convert(
     file: File,
     out: Annotated[Path, typer.Argument(help="The file to write; nothing may have that name.")],
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32", "fp64"] | None, typer.Option(help="What floating-point weights become.")
     ] = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's states.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Take these only: a shell pattern of new names, e.g. 'model/*'. Repeatable."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(help="Give another name, e.g. 'model/h.*=model/blocks.*'. Repeatable.", metavar="OLD=NEW"),
+    ] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="The same as --only 'model/*'.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint anew: its weights in another dtype, or its weights alone. It is checked as it is read."""
+    """Write a checkpoint anew: some of it, under other names, its weights in another dtype. Checked as it is read."""
+    from hpctrain.checkpoint.convert import Change
     from hpctrain.checkpoint.convert import convert as run
 
+    change = Change(dtype, (*(only or ()), *["model/*"] * weights_only) or ("*",), _renames(rename or ()))
     with ranks() as group:
-        path, index = _found(file, group)
+        path, index = file_of(file, group)
         with bar("convert", group.leads, group.size) as tell:
-            made = asdict(run(path, index, out, group, dtype, weights_only, tell))
+            made = asdict(run(path, index, out, group, change, tell))
         lost = f"\n{made['overflowed']} numbers were too large for {dtype} and are infinite" * bool(made["overflowed"])
         told = f"made {out}: step {made['step']}, {made['tensors']} tensors, {made['bytes']:,} bytes{lost}"
         _say(group, made, as_json, lambda: told)
+
+
+def _renames(words: Sequence[str]) -> dict[str, str]:
+    found = {old: new for old, _, new in (word.partition("=") for word in words)}
+    if not all(found) or not all(found.values()):
+        wrong = next(word for word in words if not all(word.partition("=")))
+        mend = "give it as OLD=NEW, such as 'model/h.*=model/blocks.*'"
+        raise UsageError(f"--rename {wrong} is not two names", "", mend)
+    return found
 
 
 @contextmanager
@@ -87,7 +112,7 @@ def ranks() -> Iterator[Group]:
         group.close()
 
 
-def _found(file: Path, group: Group) -> tuple[Path, Index]:
+def file_of(file: Path, group: Group) -> tuple[Path, Index]:
     """The file and what it says of itself, as the leading rank found it."""
     from hpctrain.checkpoint.format import Index
     from hpctrain.checkpoint.inspect import find

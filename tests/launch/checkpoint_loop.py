@@ -16,6 +16,7 @@ from hpctrain.comm.mpi import MpiGroup
 from hpctrain.config import CheckpointConfig
 from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
+from tests.support.saving import SAVES
 
 LAYOUTS = {
     "model/rows": Layout((1200, 1000), "float32", (Cut(0, ("dp",)),)),
@@ -25,15 +26,11 @@ LAYOUTS = {
 }
 
 
-def main(folder: Path, writer: str, told: Path) -> None:
-    """Save until somebody ends it; each element is the number of its step. What was done is appended to ``told``.
-
-    With "background" for a writer every tensor changes while it is saved.
-    """
+def main(folder: Path, writer: str, told: Path, way: str) -> None:
+    """Save until somebody ends it; each element is the number of its step. What was done is appended to ``told``."""
     group = MpiGroup(MPI.COMM_WORLD)
     mesh = Mesh((("dp", group.size),))
-    config = CheckpointConfig(writer="direct" if writer == "background" else writer, sync=False)
-    checkpoint = Checkpoint(config, folder, mesh, group)
+    checkpoint = Checkpoint(CheckpointConfig(writer=writer, sync=False), folder, mesh, group)
     state = {name: Held(layout, _piece(layout, mesh, group.rank)) for name, layout in LAYOUTS.items()}
     start = checkpoint.resume(state)
     wrong = [name for name, held in state.items() if not bool((held.tensor == start).all())]
@@ -43,19 +40,8 @@ def main(folder: Path, writer: str, told: Path) -> None:
     for step in count(start + 1):
         for held in state.values():
             held.tensor.fill_(step)
-        (_save_behind if writer == "background" else _save)(checkpoint, step, state)
+        SAVES[way](checkpoint, step, state)
         _say(group, told, f"saved {step}")
-
-
-def _save(checkpoint: Checkpoint, step: int, state: dict[str, Held]) -> None:
-    checkpoint.save(step, state, {})
-
-
-def _save_behind(checkpoint: Checkpoint, step: int, state: dict[str, Held]) -> None:
-    checkpoint.begin(step, state, {})
-    while not checkpoint.advance():
-        for held in state.values():
-            held.tensor.add_(1)
 
 
 def _piece(layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -71,4 +57,4 @@ def _say(group: MpiGroup, told: Path, line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])

@@ -12,23 +12,23 @@ from hpctrain.checkpoint import format
 
 LOOP = Path(__file__).with_name("checkpoint_loop.py")
 RANKS = 4
-WRITERS = [
-    "direct",
-    "background",
-    pytest.param("mpio", marks=pytest.mark.skipif(not format.parallel(), reason="h5py is serial")),
+WAYS = [
+    ("direct", "at once"),
+    ("direct", "background"),
+    pytest.param("mpio", "at once", marks=pytest.mark.skipif(not format.parallel(), reason="h5py is serial")),
 ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("writer", WRITERS)
-def test_a_job_killed_at_any_moment_goes_on_from_its_last_checkpoint(launch, tmp_path: Path, writer: str):
-    moments = random.Random(writer)
+@pytest.mark.parametrize(("writer", "way"), WAYS)
+def test_a_job_killed_at_any_moment_goes_on_from_its_last_checkpoint(launch, tmp_path: Path, writer: str, way: str):
+    moments = random.Random(writer + way)
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     saved = 0
     for number, victims in enumerate(([0], [3], range(RANKS), [1], range(RANKS))):
         told = tmp_path / f"told.{number}"
-        job = launch.start(RANKS, "python", LOOP, folder, writer, told)
+        job = launch.start(RANKS, "python", LOOP, folder, writer, told, way)
         resumed, first = _number(job, told, "resumed"), _number(job, told, "saved")
         # What was said to be saved is there; one more may have got its name before the kill, and its line not out.
         assert saved <= resumed <= saved + 1

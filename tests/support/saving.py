@@ -13,6 +13,7 @@ import torch
 
 from hpctrain.checkpoint import disk
 from hpctrain.checkpoint.checkpoint import Checkpoint
+from hpctrain.checkpoint.state import State
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
 from hpctrain.plan.layout import Cut, Layout
@@ -22,35 +23,50 @@ from tests.support import states, threads
 ROWS = {"model/a": Layout((4, 1000, 1000), "float32", (Cut(0, ("dp",)),))}
 """Rank r of 4 is known by the first element that it holds, 1,000,000 r after the first of all."""
 
+Layouts = dict[str, Layout]
+"""What a rank holds, by name."""
 
-def save(folder: Path, layouts: dict[str, Layout], mesh: Mesh, step: int = 1, **config: Any) -> Path:
-    """Save elements that count up from ``step``, by as many ranks as the mesh has."""
-
-    def act(point: Checkpoint, rank: int) -> Path:
-        return point.save(step, states.filled(layouts, mesh, rank, step), {})
-
-    return each(folder, mesh, act, config)[0]
-
-
-def save_behind(folder: Path, layouts: dict[str, Layout], mesh: Mesh, step: int = 1, **config: Any) -> Path:
-    """As ``save``, in the background, with every tensor changed meanwhile."""
-    return each(folder, mesh, lambda point, rank: behind(point, rank, layouts, mesh, step), config)[0]
+# The ways to save: ``way(point, step, state)`` returns when the state may change again.
+SAVES: dict[str, Callable[[Checkpoint, int, State], Any]] = {
+    "at once": lambda point, step, state: point.save(step, state, {}),
+    "background": lambda point, step, state: _behind(point, step, state),
+}
 
 
-def behind(point: Checkpoint, rank: int, layouts: dict[str, Layout], mesh: Mesh, step: int = 1) -> Path:
-    """What one rank does in ``save_behind``."""
-    state = states.filled(layouts, mesh, rank, step)
+def _behind(point: Checkpoint, step: int, state: State) -> Path:
+    """Save in the background, while every tensor changes."""
     assert point.begin(step, state, {}) is None
     for held in state.values():
         held.tensor.zero_()
     return point.wait()
 
 
-def resume(folder: Path, layouts: dict[str, Layout], mesh: Mesh) -> int:
+def save(
+    folder: Path,
+    layouts: Layouts | Callable[[int], Layouts],
+    mesh: Mesh,
+    step: int = 1,
+    way: str = "at once",
+    **config: Any,
+) -> Path:
+    """Save elements that count up from ``step``, by as many ranks as the mesh has."""
+
+    def act(point: Checkpoint, rank: int) -> Path:
+        return SAVES[way](point, step, states.filled(_of(layouts, rank), mesh, rank, step))
+
+    return each(folder, mesh, act, config)[0]
+
+
+def behind(point: Checkpoint, rank: int, layouts: Layouts, mesh: Mesh, step: int = 1) -> Path:
+    """What one rank does to save elements that count up from ``step`` in the background."""
+    return _behind(point, step, states.filled(layouts, mesh, rank, step))
+
+
+def resume(folder: Path, layouts: Layouts | Callable[[int], Layouts], mesh: Mesh) -> int:
     """The step that was gone on from, once every element on every rank was found to be right."""
 
     def act(point: Checkpoint, rank: int) -> int:
-        state = states.blank(layouts, mesh, rank)
+        state = states.blank(_of(layouts, rank), mesh, rank)
         step = point.resume(state)
         assert step == 0 or states.wrong(state, mesh, rank, step) == []
         return step
@@ -93,3 +109,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, rank: int, number: int, step: int =
 
     monkeypatch.setattr(disk, "write", write)
     return broken
+
+
+def _of(layouts: Layouts | Callable[[int], Layouts], rank: int) -> Layouts:
+    """What a rank holds, where it is told for all of them or by rank."""
+    return layouts(rank) if callable(layouts) else layouts

@@ -59,7 +59,7 @@ def test_the_file_is_that_of_a_save_that_the_run_waits_for_whatever_changes_mean
 
     waited = saving.save(tmp_path / "waited", layouts, mesh)
     monkeypatch.setattr(flight, "TURN_BYTES", 300_001)  # many turns, none at a page's end
-    assert saving.save_behind(tmp_path / "behind", layouts, mesh).read_bytes() == waited.read_bytes()
+    assert saving.save(tmp_path / "behind", layouts, mesh, way="background").read_bytes() == waited.read_bytes()
     assert sorted(os.listdir(tmp_path / "behind")) == ["latest", "step-00000001.h5"]
 
 

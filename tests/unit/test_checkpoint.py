@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from pathlib import Path
 
 import h5py
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import Held
@@ -19,10 +16,8 @@ from hpctrain.config import CheckpointConfig
 from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import states
-from tests.support.saving import each, resume, save, save_behind
+from tests.support.saving import each, resume, save
 
-AXES = ("pp", "dp", "tp")
-DTYPES = ("float32", "bfloat16", "float64", "int64", "bool", "float8_e4m3fn")
 UNEVEN = {  # nothing divides; some have fewer elements than there are ranks, or none
     f"optim/exp_avg/{'x'.join(map(str, shape)) or 'scalar'}": Layout(shape, "float32")
     for shape in ((), (0,), (1,), (3,), (5,), (7,), (129,), (1000,), (7, 1, 129), (3, 0, 5))
@@ -37,45 +32,6 @@ def flat_over(layouts: dict[str, Layout], axis: str) -> dict[str, Layout]:
         made[name] = Layout(layout.shape, layout.dtype, (), Flat((axis,), offset, total))
         offset += layout.size
     return made
-
-
-@st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    """Up to 6 ranks on up to 3 axes, in any order."""
-    sizes: list[int] = []
-    for _ in AXES:
-        most = 6 // max(1, int(torch.tensor(sizes).prod())) if sizes else 6
-        sizes.append(draw(st.integers(1, min(3, most))))
-    ranks = torch.tensor(sizes).prod().item()
-    return Mesh(tuple(zip(AXES, sizes, strict=True)), tuple(draw(st.permutations(range(ranks)))))
-
-
-@st.composite
-def layouts_for(draw: st.DrawFn, shape: tuple[int, ...], dtype: str) -> Layout:
-    """Each axis cuts a dim, or a flat buffer, or makes replicas."""
-    uses = {axis: draw(st.sampled_from(["replica", "flat", *range(len(shape))])) for axis in AXES}
-    cuts = tuple(
-        Cut(dim, axes) for dim in range(len(shape)) if (axes := tuple(axis for axis in AXES if uses[axis] == dim))
-    )
-    flat_axes = tuple(axis for axis in AXES if uses[axis] == "flat")
-    size = int(torch.tensor(shape).prod()) if shape else 1
-    offset = draw(st.integers(0, 20))
-    flat = Flat(flat_axes, offset, offset + size + draw(st.integers(0, 20))) if flat_axes else None
-    return Layout(shape, dtype, cuts, flat)
-
-
-SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 12]), max_size=3).map(tuple)
-
-
-@settings(max_examples=200)
-@given(st.data(), meshes(), meshes(), st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=4))
-def test_what_any_mesh_saved_loads_under_any_other(data: st.DataObject, one: Mesh, other: Mesh, tensors: list):
-    def draw(mesh: Mesh) -> dict[str, Layout]:
-        return {f"model/{number}": data.draw(layouts_for(*tensor)) for number, tensor in enumerate(tensors)}
-
-    with tempfile.TemporaryDirectory() as folder:
-        data.draw(st.sampled_from([save, save_behind]))(Path(folder), draw(one), one)
-        assert resume(Path(folder), draw(other), other) == 1
 
 
 def test_uneven_moments_keep_their_places_from_four_ranks_to_three_to_five_to_four(tmp_path: Path):

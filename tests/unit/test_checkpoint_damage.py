@@ -20,11 +20,13 @@ from hpctrain.checkpoint import checksums, disk, format
 from hpctrain.checkpoint.blocks import BLOCK_BYTES
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.format import Slot, read_index
+from hpctrain.checkpoint.load import load
+from hpctrain.checkpoint.state import Entry
 from hpctrain.checkpoint.verify import Damage, verify
 from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.config import CheckpointConfig
 from hpctrain.errors import CheckpointError, DamagedError, IncompleteError
-from hpctrain.plan.layout import Cut, Flat, Layout
+from hpctrain.plan.layout import ITEMSIZE, Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import states, threads
 from tests.support.saving import each, resume, save
@@ -283,3 +285,56 @@ def test_ranks_that_hold_nothing_take_part(tmp_path: Path):
 
     assert threads.run(3, act) == ["step-00000001.h5"] * 3
     assert checked(tmp_path / "step-00000001.h5") == []
+
+
+# ---- every byte of a small file --------------------------------------------------------------------------------------
+
+SMALL = {
+    "model/a": Layout((20, 3), "float32", (Cut(0, ("dp",)),)),
+    "model/b": Layout((7,), "bfloat16"),
+    "optim/step": Layout((), "int64"),
+}
+ALONE = Mesh((("dp", 1),))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("small"), SMALL, MESH)
+
+
+def content(path: Path) -> tuple:
+    """All that a file tells, read with its checksums."""
+    index, state = read_index(path), states.blank(SMALL, ALONE, 0)
+    load(path, index, [Entry(name, layout, ALONE, 0) for name, layout in SMALL.items()], state, SoloGroup())
+    return index.step, index.attributes, [states.bits(held.tensor) for held in state.values()]
+
+
+def test_each_single_byte_of_the_tensors_that_changes_is_found(small: Path, tmp_path: Path):
+    raw, index = small.read_bytes(), read_index(small)
+    for slot in index.slots:
+        for byte in range(slot.nbytes):
+            path = tmp_path / f"{slot.offset + byte}.h5"  # HDF5 may remember a name
+            path.write_bytes(raw)
+            flipped(path, slot.offset + byte, byte % 8)
+            assert verify(path, read_index(path), SoloGroup()) == [
+                Damage(slot.name, 0, slot.nbytes, 0, slot.nbytes // ITEMSIZE[slot.dtype], slot.offset)
+            ]
+            with pytest.raises(DamagedError, match=f"{slot.name} is damaged"):
+                content(path)
+            path.unlink()
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_byte_that_changes_anywhere_else_is_found_or_changes_nothing(small: Path, data: st.DataObject):
+    raw, name = small.read_bytes(), f"{data.draw(st.uuids())}.h5"
+    at, bit = data.draw(st.integers(0, len(raw) - 1)), data.draw(st.integers(0, 7))
+    path = small.with_name(name)
+    path.write_bytes(raw)
+    flipped(path, at, bit)
+    try:
+        assert content(path) == content(small)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+    finally:
+        path.unlink()

@@ -140,6 +140,20 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(tmp
     assert resume(tmp_path, layouts, mesh) == 1
 
 
+def test_a_lock_that_cannot_be_had_is_told_with_the_place_and_a_remedy(tmp_path: Path, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path))
+
+    monkeypatch.setattr(disk, "reserve", refuse)
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path, {"model/a": Layout((8,), "float32")}, Mesh((("dp", 2),)))
+    assert re.fullmatch(
+        rf"laying out step 1 failed\n  {tmp_path}/\.step-00000001\.h5\..*\.part: No locks available\n"
+        "  the file system has no lock service: mount it with locks, or set checkpoint.writer to direct",
+        str(caught.value),
+    )
+
+
 def test_attributes_that_are_no_json_are_an_error_and_leave_nothing(tmp_path: Path):
     def act(point: Checkpoint, rank: int) -> None:
         with pytest.raises(CheckpointError, match="laying out step 1 failed\n  TypeError: .* not JSON serializable"):

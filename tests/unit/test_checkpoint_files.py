@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import h5py
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from hpctrain.checkpoint import format, parts
 from hpctrain.checkpoint.blocks import BLOCK_BYTES
 from hpctrain.checkpoint.checkpoint import Checkpoint
-from hpctrain.checkpoint.convert import convert
+from hpctrain.checkpoint.convert import Change, convert
 from hpctrain.checkpoint.diff import Difference, diff
 from hpctrain.checkpoint.format import read_index
 from hpctrain.checkpoint.state import Held, dtype_name
 from hpctrain.checkpoint.verify import verify
+from hpctrain.cli import ckpt, ckpt_files
+from hpctrain.cli.bar import Tell
 from hpctrain.cli.ckpt import app
 from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import CheckpointError, DamagedError
+from hpctrain.errors import CheckpointError, DamagedError, UsageError
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import threads
@@ -35,6 +44,11 @@ TENSORS = {
     "optim/exp_avg/large": torch.randn(1000, 701, generator=GENERATOR),
     "optim/exp_avg/none": torch.zeros(0, 3),
 }
+
+
+def weights(dtype: str) -> Change:
+    """The weights alone, in a dtype."""
+    return Change(dtype, only=("model/*",))
 
 
 def saved(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS, step: int = 4) -> Path:
@@ -168,7 +182,7 @@ def test_convert_gives_the_weights_in_another_dtype_on_any_number_of_ranks(
 ):
     path, out = saved(tmp_path), tmp_path / "out" / "weights.h5"
     index, kind = read_index(path), {"bf16": torch.bfloat16, "fp64": torch.float64}[dtype]
-    made = threads.run(ranks, lambda group: convert(path, index, out, group, dtype, True))
+    made = threads.run(ranks, lambda group: convert(path, index, out, group, weights(dtype)))
     found = tensors_of(out)
     assert made[-1].tensors == len(found) == 4 and made[-1].overflowed == 0
     assert torch.equal(found["model/large"], TENSORS["model/large"].to(kind))
@@ -203,15 +217,159 @@ def test_convert_writes_over_nothing_and_leaves_nothing_of_a_damaged_file(tmp_pa
 
     def act(group: Group) -> str:
         with pytest.raises(DamagedError) as caught:
-            convert(path, index, out, group, "bf16", True)
+            convert(path, index, out, group, weights("bf16"))
         return str(caught.value)
 
     assert f"{path}: model/norm is damaged in its bytes 0 to 65" in threads.run(3, act)[0]
     assert os.listdir(out.parent) == []
 
 
+def test_what_a_killed_convert_left_aside_goes_with_the_next_of_that_name(tmp_path: Path):
+    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True).stdout.strip()
+    host, (mine, other) = socket.gethostname(), ("x.h5", "y.h5")
+    for name, process in ((mine, dead), (mine, os.getpid()), (other, dead)):
+        (tmp_path / f".{name}.{host}.{process}.0af3.part").write_bytes(bytes(1000))
+    told("convert", saved(tmp_path / "in"), tmp_path / mine)
+    left = [f".{mine}.{host}.{os.getpid()}.0af3.part", f".{other}.{host}.{dead}.0af3.part"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*left, "in", mine])
+
+
 def test_a_file_without_checksums_can_be_given_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = saved(tmp_path)
     index = format.Index(4, {"run": "tiny"}, read_index(path).slots, None)
-    convert(path, index, tmp_path / "new.h5", SoloGroup(), None, False)
+    convert(path, index, tmp_path / "new.h5", SoloGroup(), Change())
     assert (tmp_path / "new.h5").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_convert_takes_some_tensors_under_other_names(tmp_path: Path, steps: None, ranks: int):
+    path, out = saved(tmp_path), tmp_path / "out.h5"
+    index = read_index(path)
+    # What was small and what was large lie otherwise in the new file: by name, model/zlarge comes last.
+    change = Change("bf16", ("model/z*", "optim/*"), {"model/*": "model/z.*", "optim/exp_avg/*": "optim/m/*"})
+    threads.run(ranks, lambda group: convert(path, index, out, group, change))
+    found = tensors_of(out)
+    new = {"large": "model/z.large", "mask": "model/z.mask", "norm": "model/z.norm", "scalar": "model/z.scalar"}
+    assert sorted(found) == [*sorted(new.values()), "optim/m/large", "optim/m/none"]
+    assert torch.equal(found["model/z.large"], TENSORS["model/large"].bfloat16())
+    assert torch.equal(found["model/z.mask"], TENSORS["model/mask"])
+    assert torch.equal(found["optim/m/large"], TENSORS["optim/exp_avg/large"])
+
+
+def test_names_that_change_places_take_their_own_bytes_along(tmp_path: Path):
+    path = saved(tmp_path, {"model/a": torch.ones(3), "model/b": torch.zeros(100_000), "optim/m/a": torch.ones(4)})
+    words = ["--rename", "model/a=model/b", "--rename", "model/b=model/a", "--rename", "optim/m/a=model/c"]
+    assert told("reshard", path, tmp_path / "x.h5", *words, "--dtype", "fp64").exit_code == 0
+    found = tensors_of(tmp_path / "x.h5")
+    assert torch.equal(found["model/b"], torch.ones(3, dtype=torch.float64))
+    assert torch.equal(found["model/a"], torch.zeros(100_000, dtype=torch.float64))
+    assert torch.equal(found["model/c"], torch.ones(4, dtype=torch.float64))
+
+
+def test_reshard_and_convert_are_one_command_and_it_says_that_nothing_needs_resharding(tmp_path: Path):
+    path = saved(tmp_path)
+    words = ["--only", "model/n*", "--only", "optim/*", "--json"]
+    reports = [json.loads(told(name, path, tmp_path / name, *words).stdout) for name in ("reshard", "convert")]
+    assert [report.pop("file") for report in reports] == [str(tmp_path / "reshard"), str(tmp_path / "convert")]
+    assert reports[0] == reports[1] and reports[0]["tensors"] == 3
+    assert (tmp_path / "reshard").read_bytes() == (tmp_path / "convert").read_bytes()
+    assert "it needs no resharding: any number of ranks loads it" in " ".join(told("reshard", "--help").stdout.split())
+    options = [param.name for param in get_command(app).commands["convert"].params]
+    assert [param.name for param in get_command(app).commands["reshard"].params] == options
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "modle/*"], "--only: 'modle/\\*' names no tensor of .*step-00000004.h5 under its new name\n"),
+        (["--rename", "model/x=model/y"], "--rename: 'model/x' names no tensor of .*step-00000004.h5\n  a misspelt"),
+        (["--rename", "model/norm=model/mask"], "--rename makes two tensors model/mask\n  model/mask and model/norm"),
+        (["--rename", "model/norm"], "--rename model/norm is not two names\n  give it as OLD=NEW"),
+        (["--rename", "=x"], "--rename =x is not two names"),
+    ],
+)
+def test_names_that_fit_nothing_or_too_much_are_refused_and_leave_nothing(tmp_path: Path, words: list, message: str):
+    path = saved(tmp_path / "in")
+    with pytest.raises(UsageError, match=message):
+        told("convert", path, tmp_path / "out.h5", *words)
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_a_new_name_that_no_dataset_can_have_is_told(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="model/mask/b cannot be a dataset\n  HDF5: "):
+        told("convert", saved(tmp_path / "in"), tmp_path / "out.h5", "--rename", "model/norm=model/mask/b")
+    assert os.listdir(tmp_path) == ["in"]
+
+
+# ---- what a user may give instead of a checkpoint -----------------------------------------------------------------
+
+COMMANDS = [["inspect"], ["inspect", "--stats"], ["verify"], ["diff", "GOOD"], ["convert"], ["export"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "FILE is not there\n  give a checkpoint file, or the folder that has them"),
+        ("empty folder", "FILE has no checkpoint\n  its files would be named step-00000100.h5"),
+        ("no bytes", "FILE is not an HDF5 file\n  it was cut off, or is something else"),
+        ("text", "FILE is not an HDF5 file\n  it was cut off, or is something else"),
+        ("cut off", "FILE is incomplete\n  HDF5 cannot open it: "),
+        ("strange", "FILE is not a checkpoint that this release reads\n  its format is None"),
+        ("forbidden", "FILE failed\n  FILE: Permission denied\n  look at the folder's name and rights"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told_by_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], kind: str, message: str
+):
+    path, good = tmp_path / "file.h5", saved(tmp_path / "good")
+    if kind == "empty folder":
+        path.mkdir()
+    elif kind == "strange":
+        with h5py.File(path, "w") as file:
+            file["model/a"] = [1, 2]
+    elif kind != "missing":
+        raw = good.read_bytes()
+        path.write_bytes({"no bytes": b"", "text": b"tokens\n" * 999, "cut off": raw[:9000], "forbidden": raw}[kind])
+    real = os.open
+
+    def refuse(name, *rest, **more):
+        if kind == "forbidden" and str(name) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)  # root may read what it likes
+    words = [good if word == "GOOD" else word for word in command] + [path]
+    words += [tmp_path / "out"] if command[0] in ("convert", "export") else []
+    with pytest.raises(CheckpointError) as caught:
+        told(*words)
+    assert message.replace("FILE", str(path)) in str(caught.value)
+
+
+def test_a_disk_that_cannot_be_read_is_told_by_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = saved(tmp_path)
+
+    def fail(opened, into, at):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=f"reading {path} failed\n  {path}: Input/output error"):
+        told("inspect", path, "--stats")
+
+
+@pytest.mark.parametrize("command", [["inspect", "--stats"], ["verify"], ["diff", "GOOD"], ["convert"], ["reshard"]])
+def test_a_command_that_reads_a_file_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: None, command: list[str]
+):
+    path, shown = saved(tmp_path), []
+
+    @contextmanager
+    def bar(title: str, *rest: object) -> Iterator[Tell]:
+        yield lambda done, total: shown.append((done, total))
+
+    for module in (ckpt, ckpt_files):
+        monkeypatch.setattr(module, "bar", bar)
+    words = [path if word == "GOOD" else word for word in command] + [path]
+    assert told(*words, *([tmp_path / "out.h5"] if command[0] in ("convert", "reshard") else [])).exit_code == 0
+    total = sum(slot.nbytes for slot in read_index(path).slots)
+    assert shown[-1] == (total, total) and shown == sorted(shown)

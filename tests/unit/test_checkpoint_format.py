@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from hpctrain.checkpoint import format
 from hpctrain.checkpoint.checkpoint import Checkpoint
@@ -147,6 +149,41 @@ def test_a_file_locked_by_somebody_else_is_read(tmp_path: Path):
         assert format.read_index(path).step == 5
 
 
+OPENED = 'import h5py; h5py.File("x", "w", driver="core", backing_store=False)'
+WITH_A_LOCK = """
+import fcntl, sys
+from pathlib import Path
+{first}
+from hpctrain.checkpoint import keep
+with open(sys.argv[1]) as other:
+    fcntl.flock(other, fcntl.LOCK_EX)
+    path = Path(sys.argv[1])
+    print(keep.newest(path.parent, [path.name])[1].step)
+"""
+
+
+@pytest.mark.parametrize(("said", "first"), [("TRUE", ""), ("BEST_EFFORT", OPENED)])
+def test_a_variable_that_asks_for_locks_does_no_harm(tmp_path: Path, said: str, first: str):
+    """HDF5 has its word from it where it opened a file before us: the error says so, and no older file is taken."""
+    path = saved(tmp_path, {"model/a": torch.ones(3)})
+    command = [sys.executable, "-c", WITH_A_LOCK.format(first=first), path]
+    env = os.environ | {"HDF5_USE_FILE_LOCKING": said, "PYTHONPATH": str(REFERENCE.parents[2])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if first == OPENED:
+        assert "Resource temporarily unavailable, and HDF5_USE_FILE_LOCKING has it locked: set it to" in done.stderr
+    else:
+        assert done.stdout == "5\n", done.stderr
+
+
+@pytest.mark.parametrize("locking", [None, True, False, "best-effort"])
+def test_a_file_that_the_same_program_has_open_is_read_however_it_opened_it(tmp_path: Path, locking: bool | str | None):
+    """HDF5 refuses what is open with another locking flag, and a whole checkpoint would be taken for a torn one."""
+    tensors = {"model/a": torch.ones(3)}
+    with h5py.File(saved(tmp_path, tensors), locking=locking) as file:
+        assert torch.equal(loaded(tmp_path, tensors)["model/a"], tensors["model/a"])
+        assert file["model/a"].shape == (3,)
+
+
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999])
 def test_a_cut_off_file_is_called_incomplete(tmp_path: Path, part: float):
     path = saved(tmp_path, {"model/a": torch.rand(30_000)})
@@ -188,7 +225,7 @@ def test_a_dataset_that_hides_its_dtype_is_refused(tmp_path: Path):
     path = saved(tmp_path, {"model/a": torch.rand(3)})
     with h5py.File(path, "r+") as file:
         del file["model/a"].attrs["dtype"]
-    with pytest.raises(CheckpointError, match="model/a does not say its dtype\n  a tensor's dtype is never guessed"):
+    with pytest.raises(CheckpointError, match=f"{path}: model/a does not say its dtype\n  a tensor's dtype is"):
         format.read_index(path)
 
 
@@ -196,7 +233,7 @@ def test_a_chunked_dataset_is_refused(tmp_path: Path):
     path = saved(tmp_path, {"model/a": torch.rand(3)})
     with h5py.File(path, "r+") as file:
         file.create_dataset("model/b", data=np.ones(100, "f4"), chunks=(10,)).attrs["dtype"] = "float32"
-    with pytest.raises(CheckpointError, match="model/b is not contiguous float32"):
+    with pytest.raises(CheckpointError, match=f"{path}: model/b is not contiguous float32"):
         format.read_index(path)
 
 
@@ -225,6 +262,26 @@ def test_the_reader_in_the_reference_page_reads_a_checkpoint(tmp_path: Path):
     assert all(np.array_equal(found[name], tensor.float().numpy()) for name, tensor in tensors.items())
     with pytest.raises(ValueError, match="model/blocks.0.weight is damaged"):
         names["read"](_damaged(tmp_path, "model/blocks.0.weight"))
+
+
+def test_a_file_that_somebody_else_made_as_the_reference_page_says_loads(tmp_path: Path):
+    tensors = {"model/a": torch.rand(300, 301), "model/b": torch.rand(7), "optim/exp_avg/none": torch.rand(0, 3)}
+    with h5py.File(tmp_path / "step-00000005.h5", "w") as file:
+        sums, lines = [], ["5", '{"who": "somebody"}']
+        for name, tensor in sorted(tensors.items()):
+            file[name] = tensor.numpy()
+            file[name].attrs.update({"dtype": "float32", "first_checksum": len(sums)})
+            lines.append(f"{name} float32 {list(tensor.shape)} {len(sums)}")
+            raw = tensor.numpy().tobytes()
+            sums += [xxhash.xxh3_64_intdigest(raw[at : at + 262144]) for at in range(0, len(raw), 262144)]
+        table = file["checksums"] = np.array(sums, "<u8")
+        file["checksums"].attrs.update({"algorithm": "xxh3_64", "block_bytes": 262144})
+        file.attrs.update({"format": "hpctrain checkpoint", "version": 2, "step": 5, "complete": 1})
+        file.attrs["attributes"] = lines[1]
+        file.attrs["seal"] = np.uint64(xxhash.xxh3_64_intdigest("\n".join(lines).encode() + table.tobytes()))
+    found = loaded(tmp_path, tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert format.read_attributes(tmp_path / "step-00000005.h5") == {"who": "somebody"}
 
 
 def _damaged(folder: Path, name: str) -> Path:

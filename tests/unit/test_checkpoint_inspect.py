@@ -16,7 +16,7 @@ from hpctrain.checkpoint.state import Held
 from hpctrain.cli.ckpt import app
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, DamagedError
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
 
@@ -103,3 +103,14 @@ def test_what_is_not_there_is_told(tmp_path: Path, monkeypatch, words: list[str]
 def test_a_tensor_that_is_not_there_is_told(file: Path):
     with pytest.raises(CheckpointError, match="has no tensor model/norn\n  run it without --tensor to see the names"):
         told(file, "--tensor", "model/norn")
+
+
+def test_the_stats_of_a_damaged_tensor_are_not_told(file: Path):
+    slot = next(slot for slot in read_index(file).slots if slot.name == "model/norm")
+    with file.open("r+b") as raw:
+        raw.seek(slot.offset + 500_000)
+        raw.write(b"\xff")
+    with pytest.raises(DamagedError, match=f"{file}: model/norm is damaged in its bytes 262144 to 524287"):
+        told(file, "--stats")
+    assert "model/norm" in told(file)
+    assert json.loads(told(file, "--stats", "--tensor", "optim/*", "--json"))["tensors"][0]["zeros"] == 0

@@ -14,7 +14,7 @@ from hpctrain.checkpoint.format import read_index
 from hpctrain.checkpoint.state import Held, State, dtype_name
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import CheckpointError, ConfigError, DamagedError
+from hpctrain.errors import CheckpointError, DamagedError, UsageError
 from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import states
@@ -163,6 +163,7 @@ def test_weights_of_another_model_are_refused_on_all_ranks(layouts: dict, told: 
     ("knobs", "message"),
     [
         ({"only": ("modle/*",)}, r"checkpoint.only: 'modle/\*' names no tensor of this run"),
+        ({"rename": {"*/blocks.*": "model/y*"}}, r"checkpoint.rename: '\*/blocks.\*' names no tensor of .*/step"),
         ({"rename": {"model/x": "model/y"}}, "checkpoint.rename: 'model/x' names no tensor of .*step-00000007.h5\n"),
         (
             {"rename": {"model/blocks.0.weight": "model/norm"}},
@@ -171,7 +172,7 @@ def test_weights_of_another_model_are_refused_on_all_ranks(layouts: dict, told: 
     ],
 )
 def test_patterns_that_fit_nothing_or_too_much_are_refused(other: Path, tmp_path: Path, knobs: dict, message: str):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UsageError, match=message):
         begun(tmp_path / "new", states.blank(WEIGHTS, ALONE, 0), other, **knobs)
 
 
