@@ -18,7 +18,7 @@ from hpctrain.checkpoint.choice import Choice
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.load import begin, load
 from hpctrain.checkpoint.ranges import file_order
-from hpctrain.checkpoint.save import parts, sync_file, writer
+from hpctrain.checkpoint.save import sync_file, writer
 from hpctrain.checkpoint.state import Entry, State, agree
 from hpctrain.checkpoint.together import led
 from hpctrain.comm.group import Group
@@ -51,9 +51,8 @@ class Checkpoint:
         part, path = Path(begun["part"]), self.folder / keep.file_name(step)
         slots = Index.from_json(begun["index"]).slots
         try:
-            self._write(part, entries, state, slots, self.group, self.config)
-            count = sum(slot.blocks for slot in slots)
-            sums = checksums.of_ranks(part, parts(entries, state, slots), self.group, count)
+            wrote, made = self._write(part, entries, state, slots, self.group, self.config)
+            sums = checksums.of_ranks(part, wrote, made, self.group)
             led(self.group, lambda: self._publish(part, path, step, sums), f"publishing {path}")
         except BaseException:
             self._discard(part)

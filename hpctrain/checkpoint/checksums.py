@@ -1,4 +1,4 @@
-"""Checksums of what ranks hold: made after a save from the ranks' own memory, and checked at a load.
+"""Checksums of what ranks hold: made in a save from the ranks' own memory, and checked at a load.
 
 A block that lies whole in one run of a rank's memory is digested there. Of a block that ranks share, each of them reads
 the others' part from the file: in a save every sharer must come to the same digest, so bytes that a rank wrote and that
@@ -8,7 +8,7 @@ never came into the file are found at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint import disk
-from hpctrain.checkpoint.blocks import BLOCK_BYTES, digest, digests
+from hpctrain.checkpoint.blocks import BLOCK_BYTES, count, digest, digests
 from hpctrain.checkpoint.disk import Piece
 from hpctrain.checkpoint.format import Slot
 from hpctrain.checkpoint.together import together
@@ -27,6 +27,9 @@ DIGEST_BYTES = 8
 HOST_BYTES = 64 << 20  # of a GPU's memory, brought to the host at once
 LEAST = torch.iinfo(torch.int64).min
 OLDER = "go on from an older checkpoint, or copy it again from where it is whole"
+
+Written = tuple[Slot, list[Piece]]
+"""A tensor, and the pieces of it that a rank wrote."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,79 @@ def split(slot: Slot, pieces: Iterable[Piece]) -> tuple[list[Span], list[Torn]]:
     return spans, [_torn(slot, number, tuple(have)) for number, have in sorted(torn.items())]
 
 
-def of_ranks(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], group: Group, count: int) -> np.ndarray:
-    """The digests of all ``count`` blocks of a file that all ranks have written, from what each of them wrote.
+@dataclass(frozen=True)
+class Made:
+    """The digests that this rank has made of a file's blocks, and for which blocks it has one."""
 
-    Collective. ``parts`` are this rank's. Raises CheckpointError on all ranks where the file does not have what was
-    written.
+    values: np.ndarray
+    known: np.ndarray
+
+    @classmethod
+    def none(cls, count: int) -> Made:
+        """Of ``count`` blocks not one yet."""
+        return cls(np.zeros(count, np.uint64), np.zeros(count, bool))
+
+    @classmethod
+    def of(cls, slots: Iterable[Slot]) -> Made:
+        """Of a file's blocks not one yet."""
+        return cls.none(sum(slot.blocks for slot in slots))
+
+    def put(self, number: int, values: Sequence[int]) -> None:
+        """Take in the digests of blocks that lie one after another, from number ``number`` on."""
+        self.values[number : number + len(values)] = values
+        self.known[number : number + len(values)] = True
+
+    def see(self, piece: Piece) -> None:
+        """Digest the blocks that lie whole in a piece, whose ``of`` is its tensor's slot. Threads may call it."""
+        for span in split(piece.of, [piece])[0]:
+            self.put(piece.of.first + span.first, of_span(span))
+
+    def has(self, number: int, count: int) -> bool:
+        """Whether it has the digests of ``count`` blocks from ``number`` on."""
+        return bool(self.known[number : number + count].all())
+
+    def told(self) -> Tensor:
+        """The digests d as (d, ~d), so that one maximum over ranks gives the greatest and the least of a block.
+
+        They are shifted to signed numbers, since ranks can reduce those; where it has none, the least there is.
+        """
+        signed = torch.from_numpy(self.values.view(np.int64)) ^ LEAST
+        return torch.stack([signed, ~signed]).where(torch.from_numpy(self.known), LEAST)
+
+
+def of_ranks(path: Path, parts: Sequence[Written], made: Made, group: Group) -> np.ndarray:
+    """The digests of all blocks of a file that all ranks have written, from what each of them wrote.
+
+    Collective. ``parts`` are this rank's, and ``made`` are the digests that it has already. Raises CheckpointError on
+    all ranks where the file does not have what was written.
     """
-    made = together(group, lambda: _made(path, parts, count), f"checking {path}").to(group.device)
-    group.all_reduce(made, "max")
-    found, other = made[0].cpu(), ~made[1].cpu()
+    together(group, lambda: add_torn(path, made, add_whole(made, parts)), f"checking {path}")
+    return met(path, parts, made, group)
+
+
+def add_whole(made: Made, parts: Sequence[Written]) -> list[Torn]:
+    """Digest the blocks that this rank has whole, save those that are made; give those of which it has only pieces."""
+    shared: list[Torn] = []
+    for slot, pieces in parts:
+        spans, torn = split(slot, pieces)
+        for span in spans:
+            if not made.has(slot.first + span.first, count(span.memory.numel())):
+                made.put(slot.first + span.first, of_span(span))
+        shared += [replace(one, number=slot.first + one.number) for one in torn]
+    return shared
+
+
+def add_torn(path: Path, made: Made, torn: Sequence[Torn]) -> None:
+    """Digest the blocks of which this rank has pieces, numbered as in the file, once all ranks have written theirs."""
+    for one, value in zip(torn, _of_torn(path, torn), strict=True):
+        made.put(one.number, [value])
+
+
+def met(path: Path, parts: Sequence[Written], made: Made, group: Group) -> np.ndarray:
+    """The digests of all blocks from those of each rank; CheckpointError where sharers of one differ. Collective."""
+    told = made.told().to(group.device)
+    group.all_reduce(told, "max")
+    found, other = told[0].cpu(), ~told[1].cpu()
     wrong = [int(number) for number in (found != other).nonzero().flatten()[:1]]
     together(group, lambda: _refuse(path, parts, wrong), f"checking {path}")
     return (found ^ LEAST).numpy().view(np.uint64)
@@ -83,9 +150,9 @@ def joined(own: np.ndarray, group: Group) -> np.ndarray:
     return told.cpu().numpy().view(np.uint64)
 
 
-def expected(table: int, slot: Slot, first: int, count: int) -> tuple[Piece, np.ndarray]:
-    """A piece that reads ``count`` checksums of a tensor from its block ``first`` on, and the numbers it fills."""
-    memory = torch.empty(count * DIGEST_BYTES, dtype=torch.uint8)
+def expected(table: int, slot: Slot, first: int, blocks: int) -> tuple[Piece, np.ndarray]:
+    """A piece that reads ``blocks`` checksums of a tensor from its block ``first`` on, and the numbers it fills."""
+    memory = torch.empty(blocks * DIGEST_BYTES, dtype=torch.uint8)
     return Piece(table + (slot.first + first) * DIGEST_BYTES, memory), memory.numpy().view("<u8")
 
 
@@ -93,12 +160,6 @@ def of_span(span: Span) -> list[int]:
     """The digests of a span's blocks."""
     parts = (span.memory[start : start + HOST_BYTES] for start in range(0, span.memory.numel(), HOST_BYTES))
     return [one for part in parts for one in digests(memoryview(part.cpu().numpy()))]
-
-
-def compare(path: Path, slot: Slot, first: int, made: Sequence[int], wanted: np.ndarray) -> None:
-    """Raise DamagedError, with the tensor and the range of its bytes, where digests are not those of the file."""
-    for place in np.flatnonzero(np.array(made, np.uint64) != wanted)[:1].tolist():
-        raise damaged(path, slot, first + place, first + place + 1)
 
 
 def damaged(path: Path, slot: Slot, first: int, stop: int) -> DamagedError:
@@ -125,36 +186,12 @@ def _cut(slot: Slot, piece: Piece, start: int, stop: int) -> Piece:
     """The part of a piece that lies in bytes ``start`` to ``stop`` of the tensor."""
     begin = piece.at - slot.offset
     start, stop = max(start, begin), min(stop, piece.end - slot.offset)
-    return Piece(slot.offset + start, piece.memory[start - begin : stop - begin])
+    return piece.part(start - begin, stop - begin)
 
 
 def _torn(slot: Slot, number: int, pieces: tuple[Piece, ...]) -> Torn:
     start = number * BLOCK_BYTES
     return Torn(number, slot.offset + start, min(BLOCK_BYTES, slot.nbytes - start), pieces)
-
-
-def _made(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], count: int) -> Tensor:
-    """This rank's digests d as (d, ~d), so that one maximum over ranks gives the greatest and the least of a block.
-
-    They are shifted to signed numbers, since those are what ranks can reduce; where it has none, the least there is.
-    """
-    made = np.zeros(count, np.uint64)
-    known = np.zeros(count, bool)
-
-    def put(number: int, values: Sequence[int]) -> None:
-        made[number : number + len(values)] = values
-        known[number : number + len(values)] = True
-
-    shared: list[tuple[int, Torn]] = []
-    for slot, pieces in parts:
-        spans, torn = split(slot, pieces)
-        for span in spans:
-            put(slot.first + span.first, of_span(span))
-        shared += [(slot.first + one.number, one) for one in torn]
-    for number, value in zip((number for number, _ in shared), _of_torn(path, [one for _, one in shared]), strict=True):
-        put(number, [value])
-    signed = torch.from_numpy(made.view(np.int64)) ^ LEAST
-    return torch.stack([signed, ~signed]).where(torch.from_numpy(known), LEAST)
 
 
 def _of_torn(path: Path, blocks: Sequence[Torn]) -> Iterator[int]:
@@ -170,7 +207,7 @@ def _of_torn(path: Path, blocks: Sequence[Torn]) -> Iterator[int]:
             yield digest(memoryview(into.numpy()))
 
 
-def _refuse(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], wrong: Sequence[int]) -> None:
+def _refuse(path: Path, parts: Sequence[Written], wrong: Sequence[int]) -> None:
     """Raise where ranks that share a block see different bytes in it: what one of them wrote is not in the file."""
     for number in wrong:
         names = [slot.name for slot, _ in parts if slot.first <= number < slot.first + slot.blocks]
@@ -182,5 +219,5 @@ def _refuse(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], wrong: Sequen
             )
 
 
-def _first(parts: Sequence[tuple[Slot, list[Piece]]], name: str) -> int:
+def _first(parts: Sequence[Written], name: str) -> int:
     return next(slot.first for slot, _ in parts if slot.name == name)
