@@ -1,0 +1,92 @@
+"""What ``fio`` gets of a disk for what a checkpoint does: a new file is written and synced, and then read.
+
+fio is tried in several ways, and the fastest one counts. Each save makes a new file: blocks that are there already are
+written quicker by some disks, and no save ever finds them. What fio gets there is told beside, as ``overwrite``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+MIB = 1 << 20
+TRIAL_BYTES = 1 << 30  # at most, to find the fastest setting
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to ask fio: ``jobs`` processes, each with its own part of one file.
+
+    Where it is not ``direct`` it goes through the page cache, and with ``early`` the disk is told after each block to
+    begin with it.
+    """
+
+    engine: str
+    block_mib: int
+    jobs: int = 1
+    depth: int = 1
+    direct: bool = True
+    early: bool = False
+
+    def command(self, path: Path, count: int, kind: str) -> list[str]:
+        """The command that writes (``write``) or reads (``read``) ``count`` bytes, as many as are whole blocks."""
+        step = self.block_mib * MIB
+        part = max(step, count // self.jobs // step * step)
+        return [
+            "fio", "--name=checkpoint", f"--filename={path}", f"--rw={kind}", f"--direct={int(self.direct)}",
+            "--end_fsync=1", "--fallocate=native", "--group_reporting",
+            f"--size={part}", f"--offset_increment={part}", f"--numjobs={self.jobs}", f"--ioengine={self.engine}",
+            f"--bs={self.block_mib}M", f"--iodepth={self.depth}", "--output-format=json",
+            *(["--sync_file_range=write:1"] if self.early and kind == "write" else []),
+        ]  # fmt: skip
+
+
+SETTINGS = (
+    Setting("psync", 1),
+    Setting("psync", 1, jobs=4),
+    Setting("psync", 4, jobs=4),
+    Setting("psync", 1, jobs=4, direct=False),
+    Setting("psync", 4, jobs=4, direct=False, early=True),
+    Setting("psync", 4, direct=False, early=True),
+    Setting("libaio", 4, depth=8),
+    Setting("io_uring", 4, depth=8),
+)
+
+
+def speeds(folder: Path, count: int, rounds: int) -> dict[str, float] | None:
+    """Bytes a second of fio's fastest setting for ``save``, ``load`` and ``overwrite``; None where fio is missing.
+
+    Each setting is tried once, and the fastest one for each is asked ``rounds`` times more: the median is given. One
+    process calls it.
+    """
+    if not shutil.which("fio"):
+        return None
+    path = folder / "fio"
+    tried = [(_speeds(path, min(count, TRIAL_BYTES), setting), setting) for setting in SETTINGS]
+    fastest = {kind: max(tried, key=lambda one: one[0].get(kind, 0.0))[1] for kind in ("save", "load", "overwrite")}
+    again = {
+        setting: [_speeds(path, count, setting) for _ in range(rounds)] for setting in dict.fromkeys(fastest.values())
+    }
+    return {kind: median(found[kind] for found in again[setting]) for kind, setting in fastest.items()}
+
+
+def _speeds(path: Path, count: int, setting: Setting) -> dict[str, float]:
+    """None of them where fio has no such engine here."""
+    path.unlink(missing_ok=True)
+    try:
+        kinds = (("save", "write"), ("load", "read"), ("overwrite", "write"))
+        return {name: _speed(setting.command(path, count, kind), kind) for name, kind in kinds}
+    except subprocess.CalledProcessError:
+        return {}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _speed(command: list[str], kind: str) -> float:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][kind]
+    return float(told["bw_bytes"])
