@@ -52,7 +52,7 @@ class Checkpoint:
         slots = Index.from_json(begun["index"]).slots
         try:
             wrote, made = self._write(part, entries, state, slots, self.group, self.config)
-            sums = checksums.of_ranks(part, wrote, made, self.group)
+            sums = checksums.met(part, wrote, made, self.group)
             led(self.group, lambda: self._publish(part, path, step, sums), f"publishing {path}")
         except BaseException:
             self._discard(part)

@@ -105,16 +105,6 @@ class Made:
         return torch.stack([signed, ~signed]).where(torch.from_numpy(self.known), LEAST)
 
 
-def of_ranks(path: Path, parts: Sequence[Written], made: Made, group: Group) -> np.ndarray:
-    """The digests of all blocks of a file that all ranks have written, from what each of them wrote.
-
-    Collective. ``parts`` are this rank's, and ``made`` are the digests that it has already. Raises CheckpointError on
-    all ranks where the file does not have what was written.
-    """
-    together(group, lambda: add_torn(path, made, add_whole(made, parts)), f"checking {path}")
-    return met(path, parts, made, group)
-
-
 def add_whole(made: Made, parts: Sequence[Written]) -> list[Torn]:
     """Digest the blocks that this rank has whole, save those that are made; give those of which it has only pieces."""
     shared: list[Torn] = []
@@ -134,7 +124,11 @@ def add_torn(path: Path, made: Made, torn: Sequence[Torn]) -> None:
 
 
 def met(path: Path, parts: Sequence[Written], made: Made, group: Group) -> np.ndarray:
-    """The digests of all blocks from those of each rank; CheckpointError where sharers of one differ. Collective."""
+    """The digests of all blocks of a file, from those that each rank has ``made`` of what it wrote, its ``parts``.
+
+    Collective. Raises CheckpointError on all ranks where sharers of a block differ: then the file does not have what
+    was written.
+    """
     told = made.told().to(group.device)
     group.all_reduce(told, "max")
     found, other = told[0].cpu(), ~told[1].cpu()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint import disk, exchange, format
-from hpctrain.checkpoint.checksums import Made, Written, add_whole
+from hpctrain.checkpoint.checksums import Made, Written, add_torn, add_whole
 from hpctrain.checkpoint.exchange import alternates
 from hpctrain.checkpoint.ranges import flat_bytes, pieces, runs, turns, write_boxes
 from hpctrain.checkpoint.state import Entry, State
@@ -32,7 +32,7 @@ ALONE_BYTES = 1 << 26  # in a call that one rank makes for itself: after each th
 FULL = 'free space there, or set checkpoint.writer to "direct", whose errors are told in full'
 
 Wrote = tuple[list[Written], Made]
-"""What this rank wrote of each tensor, and the digests that it made by the way."""
+"""What this rank wrote of each tensor, and the digests of the blocks that it has something of."""
 Writer = Callable[[Path, Sequence[Entry], State, Sequence[format.Slot], Group, CheckpointConfig], Wrote]
 
 
@@ -53,10 +53,12 @@ def direct(
 
     def act() -> list[Written]:
         own = [(slot, pieces) for slot, pieces in parts(entries, state, slots) if slot.name not in turned]
-        disk.write(path, _pieces(own), config.sync, made.see)
+        disk.write(path, _pieces(own), False, made.see)
         return own
 
-    return together(group, act, told), made
+    own = together(group, act, told)
+    together(group, lambda: _settle(path, own, made, config.sync), f"checking {path}")
+    return own, made
 
 
 def mpio(
@@ -79,9 +81,14 @@ def mpio(
     file = together(group, lambda: format.Shared(path, group.comm, config.hints), f"opening {path}")
     error = _write_alone(file, path, planned, state, slots)
     error = _write_together(file, planned, counts.tolist(), state) or error
+    together(group, lambda: _end(file, path, error), f"writing {path}")
     own, made = parts(entries, state, slots), Made.of(slots)
-    together(group, lambda: _end(file, path, error, config.sync, own, made), f"writing {path}")
-    together(group, lambda: _check(path, _pieces(own)), f"checking {path}")
+
+    def act() -> None:
+        _settle(path, own, made, config.sync)
+        _check(path, _pieces(own))
+
+    together(group, act, f"checking {path}")
     return own, made
 
 
@@ -218,16 +225,17 @@ def _gathered(entry: Entry, boxes: Sequence[Box], state: State) -> np.ndarray:
     return torch.cat([memory[start * size : stop * size] for start, stop in spans]).cpu().numpy()
 
 
-def _end(
-    file: format.Shared, path: Path, error: Exception | None, sync: bool, own: Sequence[Written], made: Made
-) -> None:
-    """Close the file, and make the digests while the disk takes the rest of it."""
+def _end(file: format.Shared, path: Path, error: Exception | None) -> None:
     file.close()
     if error:
         raise CheckpointError(f"writing {path} failed", f"HDF5: {error}", FULL) from error
+
+
+def _settle(path: Path, own: Sequence[Written], made: Made, sync: bool) -> None:
+    """Make the digests that are lacking, once all ranks have written, while the disk takes what it has not yet."""
     with ThreadPoolExecutor(1, "checkpoint") as pool:
         synced = pool.submit(sync_file, path) if sync else None
-        add_whole(made, own)
+        add_torn(path, made, add_whole(made, own))
     if synced:
         synced.result()
 
