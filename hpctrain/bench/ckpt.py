@@ -46,7 +46,8 @@ class Plan:
     """What is moved, how often and by whom: 16 large tensors and ``small`` small ones.
 
     ``cut`` says how they lie on ranks: ``flat`` (one buffer over all, as ZeRO leaves it), ``rows`` or ``columns`` (each
-    by itself, along its first or its last dim). ``onto`` has pairs of ranks that save and ranks that load.
+    by itself, along its first or its last dim). ``onto`` has pairs of ranks that save and ranks that load. Of the
+    ``writers`` those are timed that work here.
     """
 
     gib: float = 1.0
@@ -55,6 +56,7 @@ class Plan:
     cut: str = "flat"
     small: int = 200
     onto: tuple[tuple[int, int], ...] = ()
+    writers: tuple[str, ...] = ("direct", "mpio")
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ def run(folder: Path, world: World | None = None, plan: Plan | None = None) -> l
         with World.join() as joined:
             return run(folder, joined, plan)
     scene = Scene(plan or Plan(), world)
-    ours = ("direct", "mpio")[: 2 if format.parallel() and world.comm else 1]
+    mpio = format.parallel() and world.comm is not None
+    ours = [name for name in scene.plan.writers if mpio or name != "mpio"]
     with _Place(folder, scene.group) as place:
         speeds = scene.group.share(fio.speeds(place, scene.bytes, scene.plan.rounds) if scene.group.leads else None)
         found = [
@@ -213,6 +216,9 @@ CUTS: dict[str, Callable[[Mapping[str, Layout]], dict[str, Layout]]] = {
 
 def check(plan: Plan, ranks: int) -> None:
     """Raise UsageError where so many ranks cannot do what is planned."""
+    strange = [name for name in plan.writers if name not in ("direct", "mpio")]
+    if strange:
+        raise UsageError(f"--writers {strange[0]}: not a known writer", "take direct, mpio or both, apart")
     unknown = [name for name in plan.against if name not in PEERS]
     if unknown:
         raise UsageError(f"--against {unknown[0]}: not a known peer", f"take some of {', '.join(PEERS)}, apart")

@@ -15,6 +15,7 @@ from statistics import median
 
 MIB = 1 << 20
 TRIAL_BYTES = 1 << 30  # at most, to find the fastest setting
+KINDS = {"save": "write", "load": "read", "overwrite": "write"}  # what is done to a file, one after another
 
 
 @dataclass(frozen=True)
@@ -60,30 +61,32 @@ SETTINGS = (
 def speeds(folder: Path, count: int, rounds: int) -> dict[str, float] | None:
     """Bytes a second of fio's fastest setting for ``save``, ``load`` and ``overwrite``; None where fio is missing.
 
-    Each setting is tried once, and the fastest one for each is asked ``rounds`` times more: the median is given. One
-    process calls it.
+    Each setting is tried once, with 1 GiB at most. The fastest ones to save and to load are asked ``rounds`` times more
+    for all of it: the median is given. One process calls it.
     """
     if not shutil.which("fio"):
         return None
     path = folder / "fio"
     tried = [(_speeds(path, min(count, TRIAL_BYTES), setting), setting) for setting in SETTINGS]
-    fastest = {kind: max(tried, key=lambda one: one[0].get(kind, 0.0))[1] for kind in ("save", "load", "overwrite")}
-    again = {
-        setting: [_speeds(path, count, setting) for _ in range(rounds)] for setting in dict.fromkeys(fastest.values())
-    }
-    return {kind: median(found[kind] for found in again[setting]) for kind, setting in fastest.items()}
+    found = {kind: max(one.get(kind, 0.0) for one, _ in tried) for kind in KINDS}
+    for kind in ("save", "load"):
+        fastest = next(setting for one, setting in tried if one.get(kind, 0.0) == found[kind])
+        found[kind] = median(_speeds(path, count, fastest, kind)[kind] for _ in range(rounds))
+    return found
 
 
-def _speeds(path: Path, count: int, setting: Setting) -> dict[str, float]:
-    """None of them where fio has no such engine here."""
+def _speeds(path: Path, count: int, setting: Setting, last: str = "overwrite") -> dict[str, float]:
+    """Of one file, which is written, read and written again as far as ``last``; none where fio has no such engine."""
     path.unlink(missing_ok=True)
+    found: dict[str, float] = {}
     try:
-        kinds = (("save", "write"), ("load", "read"), ("overwrite", "write"))
-        return {name: _speed(setting.command(path, count, kind), kind) for name, kind in kinds}
+        for name, kind in list(KINDS.items())[: list(KINDS).index(last) + 1]:
+            found[name] = _speed(setting.command(path, count, kind), kind)
     except subprocess.CalledProcessError:
         return {}
     finally:
         path.unlink(missing_ok=True)
+    return found
 
 
 def _speed(command: list[str], kind: str) -> float:
