@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from hpctrain.plan.layout import ITEMSIZE, Box
 
 # MPI-IO counts bytes in 32 bits, and some libraries fail before they say so.
 CALL_BYTES = 1 << 30
-ALONE_BYTES = 1 << 26  # in a call that one rank makes for itself: after each the disk is told to begin
+ALONE_BYTES = 1 << 23  # in a call that one rank makes for itself: after each the disk is told to begin
 FULL = 'free space there, or set checkpoint.writer to "direct", whose errors are told in full'
 
 Wrote = tuple[list[Written], Made]
@@ -166,7 +167,8 @@ def _calls(entry: Entry, boxes: Sequence[Box], call_bytes: int) -> Iterator[tupl
     """The boxes, cut and packed into calls; each call's elements come in row-major order."""
     limit = max(1, call_bytes // ITEMSIZE[entry.layout.dtype])
     call: list[Box] = []
-    parts = (part for box in boxes for start in range(0, box.size, limit) for part in _part(box, start, limit))
+    steps = [(box, _whole_rows(box, limit)) for box in boxes]
+    parts = (part for box, step in steps for start in range(0, box.size, step) for part in _part(box, start, step))
     for part in parts:
         if call and sum(one.size for one in call) + part.size > limit:
             yield tuple(call)
@@ -174,6 +176,12 @@ def _calls(entry: Entry, boxes: Sequence[Box], call_bytes: int) -> Iterator[tupl
         call.append(part)
     if call:
         yield tuple(call)
+
+
+def _whole_rows(box: Box, limit: int) -> int:
+    """At most ``limit`` elements of a box at once: whole rows, since HDF5 is quick at a selection of one box."""
+    row = prod(box.shape[1:])
+    return limit // row * row if 0 < row <= limit else limit
 
 
 def _part(box: Box, start: int, limit: int) -> tuple[Box, ...]:
