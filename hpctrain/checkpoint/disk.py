@@ -303,7 +303,7 @@ def _pread(opened: int, into: memoryview, at: int, path: Path) -> None:
         done = os.preadv(opened, [into], at)
         if not done:
             raise IncompleteError(
-                f"{path} ends at byte {at}, before its tensors do",
+                f"{path} ends at byte {os.fstat(opened).st_size}, before its tensors do",
                 "it was cut off after it was written",
                 "copy it again from where it is whole, or remove it to go on from an older one",
             )

@@ -196,7 +196,8 @@ def test_the_first_error_stops_the_writing_and_names_the_file(tmp_path: Path, mo
 def test_a_file_that_ends_early_is_told_with_its_name(tmp_path: Path):
     path = tmp_path / "file"
     _made(path, 100)
-    for pieces in ([Piece(50, torch.zeros(51, dtype=torch.uint8))], pieces_at([(0, 60), (3, 60)])):
+    beyond = [Piece(200, torch.zeros(1, dtype=torch.uint8))]
+    for pieces in ([Piece(50, torch.zeros(51, dtype=torch.uint8))], pieces_at([(0, 60), (3, 60)]), beyond):
         with pytest.raises(IncompleteError, match=f"{path} ends at byte 100, before its tensors do"):
             disk.read(path, pieces)
 
