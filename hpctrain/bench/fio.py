@@ -1,7 +1,7 @@
 """What ``fio`` gets of a disk for what a checkpoint does: a new file is written and synced, and then read.
 
-fio is tried in several ways, and the fastest one counts. Each save makes a new file: blocks that are there already are
-written quicker by some disks, and no save ever finds them. What fio gets there is told beside, as ``overwrite``.
+fio is tried in several ways, and the one with the best median counts. Each save makes a new file: blocks that are there
+already are written quicker by some disks, and no save ever finds them. What fio gets there is told as ``overwrite``.
 """
 
 from __future__ import annotations
@@ -47,35 +47,37 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("psync", 1),
     Setting("psync", 1, jobs=4),
-    Setting("psync", 4, jobs=4),
+    Setting("io_uring", 4, depth=8),
     Setting("psync", 1, jobs=4, direct=False),
+    Setting("psync", 4, jobs=4, direct=False),
     Setting("psync", 4, jobs=4, direct=False, early=True),
     Setting("psync", 4, direct=False, early=True),
-    Setting("libaio", 4, depth=8),
-    Setting("io_uring", 4, depth=8),
 )
 
 
 def speeds(folder: Path, count: int, rounds: int) -> dict[str, float] | None:
     """Bytes a second of fio's fastest setting for ``save``, ``load`` and ``overwrite``; None where fio is missing.
 
-    Each setting is tried once, with 1 GiB at most. The fastest ones to save and to load are asked ``rounds`` times more
-    for all of it: the median is given. One process calls it.
+    Each setting's figure is the median of ``rounds``, with 1 GiB at most; the fastest ones are asked again for all of a
+    larger ``count``. One process calls it.
     """
     if not shutil.which("fio"):
         return None
     path = folder / "fio"
-    tried = [(_speeds(path, min(count, TRIAL_BYTES), setting), setting) for setting in SETTINGS]
-    found = {kind: max(one.get(kind, 0.0) for one, _ in tried) for kind in KINDS}
-    for kind in ("save", "load"):
-        fastest = next(setting for one, setting in tried if one.get(kind, 0.0) == found[kind])
-        found[kind] = median(_speeds(path, count, fastest, kind)[kind] for _ in range(rounds))
-    return found
+    tried = {setting: _medians(path, min(count, TRIAL_BYTES), setting, rounds) for setting in SETTINGS}
+    best = {kind: max(SETTINGS, key=lambda one, kind=kind: tried[one].get(kind, 0.0)) for kind in KINDS}
+    if count <= TRIAL_BYTES:
+        return {kind: tried[setting][kind] for kind, setting in best.items()}
+    return {kind: _medians(path, count, setting, rounds, kind)[kind] for kind, setting in best.items()}
 
 
-def _speeds(path: Path, count: int, setting: Setting, last: str = "overwrite") -> dict[str, float]:
+def _medians(path: Path, count: int, setting: Setting, rounds: int, last: str = "overwrite") -> dict[str, float]:
+    found = [_speeds(path, count, setting, last) for _ in range(rounds)]
+    return {kind: median(one[kind] for one in found) for kind in found[0]}
+
+
+def _speeds(path: Path, count: int, setting: Setting, last: str) -> dict[str, float]:
     """Of one file, which is written, read and written again as far as ``last``; none where fio has no such engine."""
     path.unlink(missing_ok=True)
     found: dict[str, float] = {}

@@ -29,7 +29,7 @@ from hpctrain.plan.layout import ITEMSIZE, Box
 
 # MPI-IO counts bytes in 32 bits, and some libraries fail before they say so.
 CALL_BYTES = 1 << 30
-ALONE_BYTES = 1 << 23  # in a call that one rank makes for itself: after each the disk is told to begin
+ALONE_BYTES = 1 << 26  # in a call that one rank makes for itself: after each the disk is told to begin
 FULL = 'free space there, or set checkpoint.writer to "direct", whose errors are told in full'
 
 Wrote = tuple[list[Written], Made]
