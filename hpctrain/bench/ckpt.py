@@ -57,6 +57,7 @@ class Plan:
     small: int = 200
     onto: tuple[tuple[int, int], ...] = ()
     writers: tuple[str, ...] = ("direct", "mpio")
+    fio: bool = True
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ def run(folder: Path, world: World | None = None, plan: Plan | None = None) -> l
     mpio = format.parallel() and world.comm is not None
     ours = [name for name in scene.plan.writers if mpio or name != "mpio"]
     with _Place(folder, scene.group) as place:
-        speeds = scene.group.share(fio.speeds(place, scene.bytes, scene.plan.rounds) if scene.group.leads else None)
+        speeds = scene.group.share(
+            fio.speeds(place, scene.bytes, scene.plan.rounds) if scene.plan.fio and scene.group.leads else None
+        )
         found = [
             (operation, name, seconds)
             for name in (*ours, *scene.plan.against)

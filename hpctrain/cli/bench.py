@@ -116,6 +116,7 @@ def ckpt(
     small: Annotated[int, typer.Option(help="Small tensors, beside 16 large ones.", min=0)] = 200,
     onto: Annotated[str, typer.Option(help="Ranks that save and ranks that load, with commas.", metavar="A:B")] = "",
     writers: Annotated[str, typer.Option(help="Our own, with commas.")] = "direct,mpio",
+    fio: Annotated[bool, typer.Option(help="Whether to ask fio, which takes a minute for 1 GiB.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Time saves and loads of a checkpoint by each writer, beside fio on the same disk where it is installed."""
@@ -124,7 +125,7 @@ def ckpt(
     with World.join() as world:
         from hpctrain.bench.ckpt import Plan, run
 
-        plan = Plan(gib, rounds, _names(against), cut, small, _pairs(onto), _names(writers))
+        plan = Plan(gib, rounds, _names(against), cut, small, _pairs(onto), _names(writers), fio)
         title = f"{world.size} ranks, {gib} GiB, {small} small tensors, cut {cut}, median of {rounds}"
         _print(run(folder, world, plan), world, as_json, title)
 
