@@ -1,41 +1,63 @@
-"""How fast checkpoints are saved and loaded, beside what ``fio`` gets on the same disk.
+"""How fast checkpoints are saved and loaded, beside torch's distributed checkpoint and what ``fio`` gets on the disk.
 
-The state is what ZeRO leaves: every tensor lies on one rank or is cut between neighbours, so each byte is written once
-and read once. A save is timed from a barrier to the moment when the slowest rank has it, the disk included (fsync); a
-load finds nothing of the file in the page cache. The times are medians; fio's figure is its best.
+Each byte of the state lies on one rank, and is written once and read once. A save is timed from a barrier to the moment
+when the slowest rank has it, the disk included (fsync); where it goes on while training does, so is the time until it
+lets training go on. A load finds nothing of the files in the page cache, and a second one, ``load cached``, all that
+the first one left there. The times are medians; a first round of each warms up, and is not counted.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from hpctrain.bench import fio
 from hpctrain.checkpoint import format
 from hpctrain.checkpoint.checkpoint import Checkpoint
-from hpctrain.checkpoint.state import Held, State
+from hpctrain.checkpoint.state import Held
 from hpctrain.cluster.world import World
 from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.config import CheckpointConfig
-from hpctrain.plan.layout import Flat, Layout
+from hpctrain.errors import UsageError
+from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
 
 GIB = 1 << 30
-ROWS = 1000
-SMALL, SMALL_NUMEL = 200, 300  # norms and biases: there are many, and they weigh nothing
+LARGE, ROWS = 16, 1000
+SMALL_NUMEL = 4096  # norms and biases have as many elements at most; there are many, and they weigh nothing
 
-# What fio is asked for, beside direct=1: the settings that were fastest on virtual disks and on NVMe drives.
-FIO = ("--ioengine=psync --bs=1M", "--ioengine=psync --bs=1M --numjobs=4", "--ioengine=libaio --bs=1M --iodepth=8")
+State = Mapping[str, Held]
+Wait = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is moved, how often and by whom: 16 large tensors and ``small`` small ones.
+
+    ``cut`` says how they lie on ranks: ``flat`` (one buffer over all, as ZeRO leaves it), ``rows`` or ``columns`` (each
+    by itself, along its first or its last dim). ``onto`` has pairs of ranks that save and ranks that load. Of the
+    ``writers`` those are timed that work here.
+    """
+
+    gib: float = 1.0
+    rounds: int = 3
+    against: tuple[str, ...] = ()
+    cut: str = "flat"
+    small: int = 200
+    onto: tuple[tuple[int, int], ...] = ()
+    writers: tuple[str, ...] = ("direct", "mpio")
+    fio: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,40 +72,126 @@ class Row:
     of_fio: float | None
 
 
-def run(folder: Path, world: World | None = None, gib: float = 1.0, rounds: int = 3) -> list[Row]:
-    """Time saves and loads of ``gib`` GiB in ``folder``. Collective; every rank gets the rows."""
+class Way(Protocol):
+    """A way to save and load, among the first few ranks; those call all of it together."""
+
+    later: bool
+    """Whether a save goes on after the call."""
+
+    def save(self, folder: Path, state: State) -> Wait:
+        """Save into a folder that is not there yet; what is given returns when the disk has all."""
+
+    def load(self, folder: Path, state: State) -> None:
+        """Fill the tensors in place."""
+
+
+class Ours:
+    """hpctrain's own checkpoints, by one of its writers."""
+
+    later = False
+
+    def __init__(self, writer: str, group: Group) -> None:
+        self.config, self.group = CheckpointConfig(writer=writer, keep=1), group
+        self.mesh = Mesh((("dp", group.size),))
+
+    def save(self, folder: Path, state: State) -> Wait:
+        """As Way."""
+        Checkpoint(self.config, folder, self.mesh, self.group).save(1, state, {})
+        return lambda: None
+
+    def load(self, folder: Path, state: State) -> None:
+        """As Way."""
+        Checkpoint(self.config, folder, self.mesh, self.group).resume(state)
+
+
+# DCP's number of threads, which is one where nothing is said, and whether its save goes on after the call.
+PEERS = {"dcp": (1, False), "dcp-4": (4, False), "dcp-async": (1, True)}
+
+
+class Scene:
+    """The ranks, and what the first few of them hold; live."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self.plan, self.world = plan, world
+        check(plan, world.size)
+        self.layouts = layouts(plan, lcm(world.size, *(count for pair in plan.onto for count in pair)))
+        self._groups: dict[int, Group | None] = {}
+        self._peers: dict[int, Any] = {}
+
+    @property
+    def group(self) -> Group:
+        """Of all ranks."""
+        return self.members(self.world.size)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the state."""
+        return sum(layout.nbytes for layout in self.layouts.values())
+
+    @cached_property
+    def state(self) -> State:
+        """What this rank holds where all ranks do."""
+        return self.held(self.world.size)
+
+    def held(self, count: int) -> State:
+        """What this rank holds where the first ``count`` ranks share the state; nothing where it is none of them."""
+        rank, mesh = self.world.rank, Mesh((("dp", count),))
+        if rank >= count:
+            return {}
+        return {name: Held(layout, _piece(layout, mesh, rank)) for name, layout in self.layouts.items()}
+
+    def members(self, count: int) -> Group | None:
+        """The group of the first ``count`` ranks; None on the others. Collective over all ranks."""
+        if count not in self._groups:
+            self._groups[count] = _group(self.world, count)
+        return self._groups[count]
+
+    def way(self, name: str, count: int) -> Way | None:
+        """A way to save and load among the first ``count`` ranks; None on the others. Collective over all ranks."""
+        if name not in PEERS:
+            group = self.members(count)
+            return group and Ours(name, group)
+        from hpctrain.bench.dcp import Dcp, processes
+
+        if count not in self._peers:
+            self._peers[count] = processes(self.world, count)
+        return Dcp(self._peers[count], *PEERS[name]) if self.world.rank < count else None
+
+
+def run(folder: Path, world: World | None = None, plan: Plan | None = None) -> list[Row]:
+    """Time saves and loads in ``folder``. Collective; every rank gets the rows."""
     if world is None:
         with World.join() as joined:
-            return run(folder, joined, gib, rounds)
-    group = _group(world)
-    layouts = _layouts(int(gib * GIB))
-    mesh = Mesh((("dp", group.size),))
-    state = {name: Held(layout, _piece(layout, mesh, group.rank)) for name, layout in layouts.items()}
-    count = sum(layout.nbytes for layout in layouts.values())
-    with _Place(folder, group) as place:
-        fio = group.share(_fio(place, count) if group.leads else None)
-        rows = [
-            _row(operation, writer, count, seconds, fio)
-            for writer in ("direct", "mpio")[: 2 if format.parallel() and world.comm else 1]
-            for operation, seconds in _times(place / writer, writer, mesh, group, state, rounds).items()
+            return run(folder, joined, plan)
+    scene = Scene(plan or Plan(), world)
+    mpio = format.parallel() and world.comm is not None
+    ours = [name for name in scene.plan.writers if mpio or name != "mpio"]
+    with _Place(folder, scene.group) as place:
+        speeds = scene.group.share(
+            fio.speeds(place, scene.bytes, scene.plan.rounds) if scene.plan.fio and scene.group.leads else None
+        )
+        found = [
+            (operation, name, seconds)
+            for name in (*ours, *scene.plan.against)
+            for operation, seconds in (_times(scene, name, place / name) | _onto(scene, name, place / name)).items()
         ]
-    fios = [_row(operation, "fio", count, count / speed, fio) for operation, speed in (fio or {}).items()]
-    return rows + fios
+    rows = [_row(operation, name, scene.bytes, seconds, speeds) for operation, name, seconds in found]
+    return rows + [
+        _row(kind, "fio", scene.bytes, scene.bytes / speed, speeds) for kind, speed in (speeds or {}).items()
+    ]
 
 
-def _group(world: World) -> Group:
-    if world.comm is None:
-        return SoloGroup()
-    from hpctrain.comm.mpi import MpiGroup
+def layouts(plan: Plan, unit: int) -> dict[str, Layout]:
+    """The state's tensors; every dim that is cut is a multiple of ``unit``, so that all ways cut it alike."""
+    rows = unit * max(1, ROWS // unit)
+    columns = unit * max(1, int(plan.gib * GIB) // LARGE // 4 // rows // unit)
+    most = max(1, SMALL_NUMEL // unit)
+    shapes = {f"model/large.{number}": (rows, columns) for number in range(LARGE)}
+    shapes |= {f"model/small.{number}": (unit * (1 + number % most),) for number in range(plan.small)}
+    return CUTS[plan.cut]({name: Layout(shape, "float32") for name, shape in shapes.items()})
 
-    return MpiGroup(world.comm)
 
-
-def _layouts(count: int) -> dict[str, Layout]:
-    """Sixteen large tensors, and many small ones, in one flat buffer that is cut over the ranks."""
-    shapes = {f"model/large.{number}": (ROWS, max(1, count // 16 // 4 // ROWS)) for number in range(16)}
-    shapes |= {f"model/small.{number}": (SMALL_NUMEL,) for number in range(SMALL)}
-    plain = {name: Layout(shape, "float32") for name, shape in shapes.items()}
+def _flat(plain: Mapping[str, Layout]) -> dict[str, Layout]:
     total, offset, made = sum(layout.size for layout in plain.values()), 0, {}
     for name, layout in plain.items():
         made[name] = Layout(layout.shape, layout.dtype, (), Flat(("dp",), offset, total))
@@ -91,9 +199,60 @@ def _layouts(count: int) -> dict[str, Layout]:
     return made
 
 
+def _rows(plain: Mapping[str, Layout]) -> dict[str, Layout]:
+    return {name: Layout(layout.shape, layout.dtype, (Cut(0, ("dp",)),)) for name, layout in plain.items()}
+
+
+def _columns(plain: Mapping[str, Layout]) -> dict[str, Layout]:
+    return {
+        name: Layout(layout.shape, layout.dtype, (Cut(len(layout.shape) - 1, ("dp",)),))
+        for name, layout in plain.items()
+    }
+
+
+CUTS: dict[str, Callable[[Mapping[str, Layout]], dict[str, Layout]]] = {
+    "flat": _flat,
+    "rows": _rows,
+    "columns": _columns,
+}
+
+
+def check(plan: Plan, ranks: int) -> None:
+    """Raise UsageError where so many ranks cannot do what is planned."""
+    strange = [name for name in plan.writers if name not in ("direct", "mpio")]
+    if strange:
+        raise UsageError(f"--writers {strange[0]}: not a known writer", "take direct, mpio or both, apart")
+    unknown = [name for name in plan.against if name not in PEERS]
+    if unknown:
+        raise UsageError(f"--against {unknown[0]}: not a known peer", f"take some of {', '.join(PEERS)}, apart")
+    if plan.cut not in CUTS:
+        raise UsageError(f"--cut {plan.cut}: not a known cut", f"take one of {', '.join(CUTS)}")
+    if plan.against and plan.cut == "flat":
+        raise UsageError(
+            f"--cut flat does not go with --against {plan.against[0]}",
+            "DTensor has no pieces of a flat buffer",
+            "give --cut rows or --cut columns",
+        )
+    few = [pair for pair in plan.onto if max(pair) > ranks or min(pair) < 1]
+    if few:
+        raise UsageError(f"--onto {few[0][0]}:{few[0][1]}: there are {ranks} ranks", mend="start as many as the most")
+
+
+def _group(world: World, count: int) -> Group | None:
+    if world.comm is None:
+        return SoloGroup()
+    from mpi4py import MPI
+
+    from hpctrain.comm.mpi import MpiGroup
+
+    comm = world.comm.Split(0 if world.rank < count else MPI.UNDEFINED, world.rank)
+    return None if comm == MPI.COMM_NULL else MpiGroup(comm, f"first {count}")
+
+
 def _piece(layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
     start, stop = layout.interval(mesh, rank)
-    return torch.rand(stop - start, generator=torch.Generator().manual_seed(rank))
+    values = torch.rand(stop - start, generator=torch.Generator().manual_seed(rank))
+    return values if layout.flat else values.view(layout.box(mesh, rank).shape)
 
 
 class _Place:
@@ -115,33 +274,55 @@ class _Place:
         return self.folder.absolute()
 
 
-def _times(folder: Path, writer: str, mesh: Mesh, group: Group, state: State, rounds: int) -> dict[str, float]:
-    """Median seconds of a save and of a load; a first round warms up."""
-    checkpoint = Checkpoint(CheckpointConfig(writer=writer, keep=1), folder, mesh, group)
-    saves, loads = [], []
-    for step in range(1, rounds + 2):
-        saves.append(_timed(group, lambda step=step: checkpoint.save(step, state, {})))
-        _forget(checkpoint.newest(), group)
-        loads.append(_timed(group, lambda: checkpoint.resume(state)))
+def _times(scene: Scene, name: str, folder: Path) -> dict[str, float]:
+    """Median seconds of a save, of a load from the disk, and of one from the page cache."""
+    way, group = scene.way(name, scene.world.size), scene.group
+    rounds: list[dict[str, float]] = []
+    for _ in range(scene.plan.rounds + 1):
+        stopped, saved = _timed(group, lambda: way.save(folder, scene.state))
+        _forget(folder, group)
+        load, cached = (_timed(group, lambda: way.load(folder, scene.state))[1] for _ in range(2))
+        rounds.append(
+            ({"stopped": stopped} if way.later else {}) | {"save": saved, "load": load, "load cached": cached}
+        )
         _remove(folder, group)
-    return {"save": median(saves[1:]), "load": median(loads[1:])}
+    return {operation: median(one[operation] for one in rounds[1:]) for operation in rounds[0]}
 
 
-def _timed(group: Group, act: Callable[[], Any]) -> float:
-    """Seconds on the slowest rank."""
+def _onto(scene: Scene, name: str, folder: Path) -> dict[str, float]:
+    """Median seconds of loads by another number of ranks than saved."""
+    found: dict[str, float] = {}
+    for few, many in () if scene.way(name, scene.world.size).later else scene.plan.onto:
+        writer, reader = scene.way(name, few), scene.way(name, many)
+        _timed(scene.group, lambda writer=writer, few=few: writer and writer.save(folder, scene.held(few)))
+        state, times = scene.held(many), []
+        for _ in range(scene.plan.rounds + 1):
+            _forget(folder, scene.group)
+            times += [_timed(scene.group, lambda: reader and reader.load(folder, state))[1]]  # noqa: B023 - called at once
+        found[f"load {few} to {many}"] = median(times[1:])
+        _remove(folder, scene.group)
+    return found
+
+
+def _timed(group: Group, act: Callable[[], Wait | None]) -> tuple[float, float]:
+    """Seconds of a call, and until what it began is done, on the slowest rank."""
     group.barrier()
     start = time.perf_counter()
-    act()
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    wait = act()
+    stopped = time.perf_counter() - start
+    if wait:
+        wait()
+    taken = torch.tensor([stopped, time.perf_counter() - start], dtype=torch.float64)
     group.all_reduce(taken, "max")
-    return float(taken)
+    return float(taken[0]), float(taken[1])
 
 
-def _forget(path: Path, group: Group) -> None:
-    """Have every node drop the file from its page cache."""
-    opened = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(opened)
+def _forget(folder: Path, group: Group) -> None:
+    """Have every node drop the folder's files from its page cache."""
+    for path in folder.iterdir():
+        opened = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(opened)
     group.barrier()
 
 
@@ -152,30 +333,6 @@ def _remove(folder: Path, group: Group) -> None:
     group.barrier()
 
 
-def _row(operation: str, writer: str, count: int, seconds: float, fio: dict[str, float] | None) -> Row:
-    speed = count / seconds
-    return Row(operation, writer, count, seconds, speed / 1e9, speed / fio[operation] if fio else None)
-
-
-def _fio(folder: Path, count: int) -> dict[str, float] | None:
-    """Bytes a second of fio's fastest write and read of as many bytes; None where fio is not installed."""
-    if not shutil.which("fio"):
-        return None
-    speeds = {"save": 0.0, "load": 0.0}
-    for options in FIO:
-        for operation, kind in (("save", "write"), ("load", "read")):
-            speeds[operation] = max(speeds[operation], _fio_speed(folder / "fio", count, kind, options.split()))
-    (folder / "fio").unlink(missing_ok=True)
-    return speeds
-
-
-def _fio_speed(path: Path, count: int, kind: str, options: list[str]) -> float:
-    """All jobs work on one file, each on its own part of it."""
-    jobs = next((int(option.split("=")[1]) for option in options if option.startswith("--numjobs=")), 1)
-    part = count // jobs // (1 << 20) << 20
-    command = [
-        "fio", "--name=checkpoint", f"--filename={path}", f"--rw={kind}", "--direct=1", "--end_fsync=1",
-        f"--size={part}", f"--offset_increment={part}", "--group_reporting", "--output-format=json", *options,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout)["jobs"][0][kind]["bw_bytes"])
+def _row(operation: str, writer: str, count: int, seconds: float, speeds: dict[str, float] | None) -> Row:
+    speed, kind = count / seconds, "load" if operation.startswith("load") else "save"
+    return Row(operation, writer, count, seconds, speed / 1e9, speed / speeds[kind] if speeds else None)

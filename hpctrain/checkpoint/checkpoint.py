@@ -20,7 +20,7 @@ from hpctrain.checkpoint.flight import Flight
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.format import Index
 from hpctrain.checkpoint.load import begin, load
-from hpctrain.checkpoint.save import mpio, parts, writer
+from hpctrain.checkpoint.save import mpio, writer
 from hpctrain.checkpoint.state import Entry, State, agree
 from hpctrain.checkpoint.together import led
 from hpctrain.comm.group import Group
@@ -57,9 +57,8 @@ class Checkpoint:
         part, path = Path(begun["part"]), self.folder / keep.file_name(step)
         slots = Index.from_json(begun["index"]).slots
         try:
-            self._write(part, entries, state, slots, self.group, self.config)
-            count = sum(slot.blocks for slot in slots)
-            sums = checksums.of_ranks(part, parts(entries, state, slots), self.group, count)
+            wrote, made = self._write(part, entries, state, slots, self.group, self.config)
+            sums = checksums.met(part, wrote, made, self.group)
             led(self.group, lambda: self._files.publish(part, step, sums), f"publishing {path}")
         except BaseException:
             if self.group.leads:  # without talking: after an error others may not answer

@@ -1,4 +1,4 @@
-"""Checksums of what ranks hold: made after a save from the ranks' own memory, and checked at a load.
+"""Checksums of what ranks hold: made in a save from the ranks' own memory, and checked at a load.
 
 A block that lies whole in one run of a rank's memory is digested there. Of a block that ranks share, each of them reads
 the others' part from the file: in a save every sharer must come to the same digest, so bytes that a rank wrote and that
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint import disk
-from hpctrain.checkpoint.blocks import BLOCK_BYTES, digest, digests
+from hpctrain.checkpoint.blocks import BLOCK_BYTES, count, digest, digests
 from hpctrain.checkpoint.disk import Piece
 from hpctrain.checkpoint.format import Slot
 from hpctrain.checkpoint.together import together
@@ -77,38 +77,42 @@ class Made:
         """Of ``count`` blocks not one yet."""
         return cls(np.zeros(count, np.uint64), np.zeros(count, bool))
 
+    @classmethod
+    def of(cls, slots: Iterable[Slot]) -> Made:
+        """Of a file's blocks not one yet."""
+        return cls.none(sum(slot.blocks for slot in slots))
+
     def put(self, number: int, values: Sequence[int]) -> None:
         """Take in the digests of blocks that lie one after another, from number ``number`` on."""
         self.values[number : number + len(values)] = values
         self.known[number : number + len(values)] = True
 
+    def see(self, piece: Piece) -> None:
+        """Digest the blocks that lie whole in a piece, whose ``of`` is its tensor's slot. Threads may call it."""
+        for span in split(piece.of, [piece])[0]:
+            self.put(piece.of.first + span.first, of_span(span))
+
+    def has(self, number: int, count: int) -> bool:
+        """Whether it has the digests of ``count`` blocks from ``number`` on."""
+        return bool(self.known[number : number + count].all())
+
     def told(self) -> Tensor:
         """The digests d as (d, ~d), so that one maximum over ranks gives the greatest and the least of a block.
 
-        They are shifted to signed numbers, which are what ranks can reduce; where it has none, the least there is.
+        They are shifted to signed numbers, since ranks can reduce those; where it has none, the least there is.
         """
         signed = torch.from_numpy(self.values.view(np.int64)) ^ LEAST
         return torch.stack([signed, ~signed]).where(torch.from_numpy(self.known), LEAST)
 
 
-def of_ranks(path: Path, parts: Sequence[Written], group: Group, count: int) -> np.ndarray:
-    """The digests of all ``count`` blocks of a file that all ranks have written, from what each of them wrote.
-
-    Collective. ``parts`` are this rank's. Raises CheckpointError on all ranks where the file does not have what was
-    written.
-    """
-    made = Made.none(count)
-    together(group, lambda: add_torn(path, made, add_whole(made, parts)), f"checking {path}")
-    return met(path, parts, made, group)
-
-
 def add_whole(made: Made, parts: Sequence[Written]) -> list[Torn]:
-    """Digest the blocks that this rank has whole, and give those of which it has only pieces."""
+    """Digest the blocks that this rank has whole, save those that are made; give those of which it has only pieces."""
     shared: list[Torn] = []
     for slot, pieces in parts:
         spans, torn = split(slot, pieces)
         for span in spans:
-            made.put(slot.first + span.first, of_span(span))
+            if not made.has(slot.first + span.first, count(span.memory.numel())):
+                made.put(slot.first + span.first, of_span(span))
         shared += [replace(one, number=slot.first + one.number) for one in torn]
     return shared
 
@@ -120,7 +124,11 @@ def add_torn(path: Path, made: Made, torn: Sequence[Torn]) -> None:
 
 
 def met(path: Path, parts: Sequence[Written], made: Made, group: Group) -> np.ndarray:
-    """The digests of all blocks from those of each rank; CheckpointError where sharers of one differ. Collective."""
+    """The digests of all blocks of a file, from those that each rank has ``made`` of what it wrote, its ``parts``.
+
+    Collective. Raises CheckpointError on all ranks where sharers of a block differ: then the file does not have what
+    was written.
+    """
     told = made.told().to(group.device)
     group.all_reduce(told, "max")
     found, other = told[0].cpu(), ~told[1].cpu()
@@ -136,9 +144,9 @@ def joined(own: np.ndarray, group: Group) -> np.ndarray:
     return told.cpu().numpy().view(np.uint64)
 
 
-def expected(table: int, slot: Slot, first: int, count: int) -> tuple[Piece, np.ndarray]:
-    """A piece that reads ``count`` checksums of a tensor from its block ``first`` on, and the numbers it fills."""
-    memory = torch.empty(count * DIGEST_BYTES, dtype=torch.uint8)
+def expected(table: int, slot: Slot, first: int, blocks: int) -> tuple[Piece, np.ndarray]:
+    """A piece that reads ``blocks`` checksums of a tensor from its block ``first`` on, and the numbers it fills."""
+    memory = torch.empty(blocks * DIGEST_BYTES, dtype=torch.uint8)
     return Piece(table + (slot.first + first) * DIGEST_BYTES, memory), memory.numpy().view("<u8")
 
 
@@ -146,12 +154,6 @@ def of_span(span: Span) -> list[int]:
     """The digests of a span's blocks."""
     parts = (span.memory[start : start + HOST_BYTES] for start in range(0, span.memory.numel(), HOST_BYTES))
     return [one for part in parts for one in digests(memoryview(part.cpu().numpy()))]
-
-
-def compare(path: Path, slot: Slot, first: int, made: Sequence[int], wanted: np.ndarray) -> None:
-    """Raise DamagedError, with the tensor and the range of its bytes, where digests are not those of the file."""
-    for place in np.flatnonzero(np.array(made, np.uint64) != wanted)[:1].tolist():
-        raise damaged(path, slot, first + place, first + place + 1)
 
 
 def damaged(path: Path, slot: Slot, first: int, stop: int) -> DamagedError:
@@ -178,7 +180,7 @@ def _cut(slot: Slot, piece: Piece, start: int, stop: int) -> Piece:
     """The part of a piece that lies in bytes ``start`` to ``stop`` of the tensor."""
     begin = piece.at - slot.offset
     start, stop = max(start, begin), min(stop, piece.end - slot.offset)
-    return Piece(slot.offset + start, piece.memory[start - begin : stop - begin])
+    return piece.part(start - begin, stop - begin)
 
 
 def _torn(slot: Slot, number: int, pieces: tuple[Piece, ...]) -> Torn:

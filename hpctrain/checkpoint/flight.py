@@ -3,7 +3,7 @@
 One thread of each rank does all that touches the disk. It makes no MPI call, since the run's own thread talks in the
 same groups. Between steps the ranks tell each other how far they are, by one number, the least of all:
 
-    WRITING    rank 0 makes the file; each rank digests its copy, and writes it as soon as it sees the file
+    WRITING    rank 0 makes the file; each rank writes its copy as soon as it sees the file, and digests it
     WRITTEN    every byte is in the file: a block that ranks share is digested from there
     CHECKED    all checksums are made: ranks bring them together, and rank 0 publishes
     PUBLISHED  the file has its name
@@ -143,11 +143,11 @@ class Flight:
             self._acts.make()
         self._doing = f"writing {self.part}"
         self._written = self._acts.written()
-        self._torn = checksums.add_whole(self._made, self._written)
         self._see()
         for turn in turns(self._written, TURN_BYTES):
             self._rest(0)
-            disk.write(self.part, turn, self._sync)
+            disk.write(self.part, turn, self._sync, self._made.see)
+        self._torn = checksums.add_whole(self._made, self._written)
         return WRITTEN if self._torn else CHECKED
 
     def _digest_torn(self) -> int:

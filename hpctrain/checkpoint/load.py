@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint import checksums, disk
+from hpctrain.checkpoint import checksums, disk, exchange
 from hpctrain.checkpoint.blocks import BLOCK_BYTES, count
 from hpctrain.checkpoint.choice import Choice
+from hpctrain.checkpoint.exchange import alternates
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.ranges import flat_bytes, pieces
 from hpctrain.checkpoint.state import Entry, State
@@ -36,8 +37,10 @@ def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group
     """
     check(path, index, entries)
     slots = {slot.name: slot for slot in index.slots}
-    wanted = [(entry, slots[entry.name]) for entry in entries]
+    crossing = {entry.name: entry for entry in entries if group.size > 1 and alternates(entry)}
+    wanted = [(entry, slots[entry.name]) for entry in entries if entry.name not in crossing]
     together(group, lambda: _read(path, index, wanted, state, verify), f"reading {path}")
+    _scatter(path, slots, list(crossing.values()), state, group, index.table if verify else None)
 
 
 def begin(
@@ -106,10 +109,10 @@ def _read(path: Path, index: Index, wanted: Sequence[tuple[Entry, Slot]], state:
 def _reading(entry: Entry, slot: Slot, state: State, table: int | None) -> Reading:
     target = state[entry.name].tensor.detach()
     kind = getattr(torch, slot.dtype)
-    near = target if _in_place(target) and target.dtype == kind else torch.empty(target.shape, dtype=kind)
+    near = _near(target) if target.dtype == kind else torch.empty(target.shape, dtype=kind)
     stored = replace(entry, layout=replace(entry.layout, dtype=slot.dtype))
     boxes = entry.layout.boxes(entry.mesh, entry.rank)
-    found = list(pieces(stored, boxes, flat_bytes(near), slot.offset))
+    found = list(pieces(stored, boxes, flat_bytes(near), slot))
     spans, torn = checksums.split(slot, found) if table is not None else ([], [])
     return Reading(slot, target, near, found, spans, torn)
 
@@ -137,14 +140,12 @@ def _fill(path: Path, batch: Sequence[Reading], table: int | None) -> None:
 
 
 def _fill_checked(path: Path, batch: Sequence[Reading], table: int) -> None:
-    """Read data and checksums in one go; what does not fit its checksum never leaves the memory that it was read to."""
+    """What does not fit its checksum never leaves the memory that it was read to."""
     for checks in _few(check for reading in batch for check in _checks(reading, table)):
-        disk.read(path, (piece for check in checks for piece in check.reads))
+        _read_checked(path, checks)
         for check in checks:
-            made = checksums.of_span(check.span)
-            checksums.compare(path, check.slot, check.span.first, made, check.wanted)
             for piece in check.pieces:
-                start = piece.at - check.reads[0].at
+                start = piece.at - check.at
                 piece.memory.copy_(check.span.memory[start : start + piece.memory.numel()])
 
 
@@ -162,6 +163,25 @@ def _few(checks: Iterator[Check]) -> Iterator[list[Check]]:
     yield few
 
 
+def _read_checked(path: Path, checks: Sequence[Check]) -> None:
+    """Read checksums, then data, digested as it comes in; DamagedError for the first block that is not as it was."""
+    disk.read(path, (check.told for check in checks))
+    wrong: list[tuple[int, Check, int]] = []
+    disk.read(path, (check.read for check in checks), lambda piece: wrong.extend(_compared(piece)))
+    for _, check, number in sorted(wrong, key=lambda one: one[0])[:1]:
+        raise checksums.damaged(path, check.slot, number, number + 1)
+
+
+def _compared(piece: disk.Piece) -> Iterator[tuple[int, Check, int]]:
+    """Where in the file a part of a check's span is not as its checksums say, and the number of that block."""
+    check = piece.of
+    skipped = (piece.at - check.at) // BLOCK_BYTES
+    made = checksums.of_span(checksums.Span(skipped, piece.memory))
+    for place, (found, wanted) in enumerate(zip(made, check.wanted[skipped:], strict=False)):
+        if found != wanted:
+            yield piece.at + place * BLOCK_BYTES, check, check.span.first + skipped + place
+
+
 @dataclass(frozen=True)
 class Check:
     """Blocks to read, the checksums they must have, and the pieces of ``near`` to fill from them after that."""
@@ -169,7 +189,7 @@ class Check:
     slot: Slot
     span: checksums.Span
     wanted: np.ndarray
-    reads: tuple[disk.Piece, disk.Piece]
+    told: disk.Piece
     pieces: tuple[disk.Piece, ...] = ()
 
     @property
@@ -177,14 +197,66 @@ class Check:
         """Bytes of memory that it takes."""
         return self.span.memory.nbytes if self.pieces else 0
 
+    @property
+    def at(self) -> int:
+        """Where the blocks begin in the file."""
+        return self.slot.offset + self.span.first * BLOCK_BYTES
+
+    @property
+    def read(self) -> disk.Piece:
+        """The blocks, to be read in parts of whole blocks."""
+        return disk.Piece(self.at, self.span.memory, self.slot.offset, self)
+
 
 def _checks(reading: Reading, table: int) -> Iterator[Check]:
     slot = reading.slot
     torn = ((_aside(one), one.pieces) for one in reading.torn)
     for span, have in chain(((span, ()) for span in reading.spans), torn):
-        told, wanted = checksums.expected(table, slot, span.first, count(span.memory.numel()))
-        at = disk.Piece(slot.offset + span.first * BLOCK_BYTES, span.memory)
-        yield Check(slot, span, wanted, (at, told), have)
+        yield _check_of(slot, span, table, have)
+
+
+def _check_of(slot: Slot, span: checksums.Span, table: int, have: tuple[disk.Piece, ...] = ()) -> Check:
+    told, wanted = checksums.expected(table, slot, span.first, count(span.memory.numel()))
+    return Check(slot, span, wanted, told, have)
+
+
+def _scatter(
+    path: Path, slots: Mapping[str, Slot], entries: Sequence[Entry], state: State, group: Group, table: int | None
+) -> None:
+    """Fill tensors whose short runs alternate between ranks: each reads whole blocks, and sends the others their parts.
+
+    Collective.
+    """
+    near: dict[str, Tensor] = {}
+    for windows in exchange.rounds(entries):
+        one = exchange.Round(windows, lambda entry, rank: entry.layout.boxes(entry.mesh, rank), group)
+        ranges = together(group, lambda one=one: _ranges(path, slots, one.windows, table), f"reading {path}")
+        for window in one.windows:
+            target = state[window.entry.name].tensor.detach()
+            near.setdefault(window.entry.name, _near(target))
+        held = [flat_bytes(near[window.entry.name]).numpy() for window in one.windows]
+        one.scatter(held, [memory.numpy() for memory in ranges])
+        for name in [window.entry.name for window in one.windows if window.last]:
+            target, found = state[name].tensor.detach(), near.pop(name)
+            if found.data_ptr() != target.data_ptr():
+                target.copy_(found)
+
+
+def _near(target: Tensor) -> Tensor:
+    """Memory of the host to read a tensor to: its own where it can be."""
+    return target if _in_place(target) else torch.empty(target.shape, dtype=target.dtype)
+
+
+def _ranges(
+    path: Path, slots: Mapping[str, Slot], windows: Sequence[exchange.Window], table: int | None
+) -> list[Tensor]:
+    """What of each window is this rank's, from the file."""
+    own = [(slots[window.entry.name], *exchange.own(window)) for window in windows]
+    memory = [torch.empty(stop - start, dtype=torch.uint8) for _, start, stop in own]
+    if table is None:
+        pieces = [disk.Piece(slot.offset + start, into) for (slot, start, _), into in zip(own, memory, strict=True)]
+        disk.read(path, pieces)
+        return memory
 
 
 def _aside(torn: checksums.Torn) -> checksums.Span:

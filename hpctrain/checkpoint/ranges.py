@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.disk import Piece
-from hpctrain.checkpoint.format import ALIGN_FROM_BYTES
+from hpctrain.checkpoint.format import ALIGN_FROM_BYTES, Slot
 from hpctrain.checkpoint.state import Entry
 from hpctrain.plan.layout import ITEMSIZE, Box, Run
 
@@ -23,26 +23,32 @@ def file_order(entries: Sequence[Entry]) -> list[Entry]:
 
 def write_boxes(entries: Sequence[Entry]) -> Iterator[tuple[Entry, tuple[Box, ...]]]:
     """What this rank writes of each tensor, in file order; over all ranks each element comes once."""
+    for entry, turn in turns(entries):
+        yield entry, () if entry.rank is None else entry.layout.writes(entry.mesh, entry.rank, turn)
+
+
+def turns(entries: Sequence[Entry]) -> Iterator[tuple[Entry, int]]:
+    """Each tensor in file order, and the replica whose turn it is."""
     packed = 0
     for number, entry in enumerate(file_order(entries)):
         small = entry.layout.nbytes < ALIGN_FROM_BYTES
         turn = packed // TURN_BYTES if small else number
         packed += entry.layout.nbytes if small else 0
-        yield entry, () if entry.rank is None else entry.layout.writes(entry.mesh, entry.rank, turn)
+        yield entry, turn
 
 
-def pieces(entry: Entry, boxes: Sequence[Box], memory: Tensor, offset: int) -> Iterator[Piece]:
-    """Each contiguous run of ``boxes``, in the file and in ``memory``, the held piece as flat bytes.
-
-    ``offset`` is where the tensor begins in the file.
-    """
+def pieces(entry: Entry, boxes: Sequence[Box], memory: Tensor, slot: Slot) -> Iterator[Piece]:
+    """Each contiguous run of ``boxes``, in the file and in ``memory``, the held piece as flat bytes."""
     size = ITEMSIZE[entry.layout.dtype]
     for at, start, length in runs(entry, boxes):
-        yield Piece(offset + at * size, memory[start * size : (start + length) * size])
+        yield Piece(slot.offset + at * size, memory[start * size : (start + length) * size], slot.offset, slot)
 
 
 def runs(entry: Entry, boxes: Sequence[Box]) -> Iterator[tuple[int, int, int]]:
     """(place in the global tensor, place in the held piece, length) of each contiguous run, in elements."""
+    if [box.shape for box in boxes] == [entry.layout.shape]:  # all of it, as most of the many small tensors are
+        yield from [(0, 0, boxes[0].size)] if boxes[0].size else []
+        return
     place, begin, count = 0, 0, 0
     for at, start, length in _runs(entry, boxes):
         if (at, start) == (place + count, begin + count):

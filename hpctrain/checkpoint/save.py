@@ -7,16 +7,19 @@ rank writes a tensor's long runs alone, and all write together the tensors whose
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from hpctrain.checkpoint import disk, format
-from hpctrain.checkpoint.ranges import flat_bytes, pieces, runs, write_boxes
+from hpctrain.checkpoint import disk, exchange, format
+from hpctrain.checkpoint.checksums import Made, Written, add_torn, add_whole
+from hpctrain.checkpoint.exchange import alternates
+from hpctrain.checkpoint.ranges import flat_bytes, pieces, runs, turns, write_boxes
 from hpctrain.checkpoint.state import Entry, State
 from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
@@ -26,10 +29,12 @@ from hpctrain.plan.layout import ITEMSIZE, Box
 
 # MPI-IO counts bytes in 32 bits, and some libraries fail before they say so.
 CALL_BYTES = 1 << 30
+ALONE_BYTES = 1 << 26  # in a call that one rank makes for itself: after each the disk is told to begin
 FULL = 'free space there, or set checkpoint.writer to "direct", whose errors are told in full'
 
-Written = tuple[format.Slot, list[disk.Piece]]
-Writer = Callable[[Path, Sequence[Entry], State, Sequence[format.Slot], Group, CheckpointConfig], None]
+Wrote = tuple[list[Written], Made]
+"""What this rank wrote of each tensor, and the digests of the blocks that it has something of."""
+Writer = Callable[[Path, Sequence[Entry], State, Sequence[format.Slot], Group, CheckpointConfig], Wrote]
 
 
 def direct(
@@ -39,13 +44,22 @@ def direct(
     slots: Sequence[format.Slot],
     group: Group,
     config: CheckpointConfig,
-) -> None:
+) -> Wrote:
     """Write this rank's ranges of bytes at the datasets' places. Collective; an error of one rank is raised on all."""
+    made = Made.of(slots)
+    told = f"writing {path}"
+    turned = {entry.name: turn for entry, turn in turns(entries) if group.size > 1 and alternates(entry)}
+    for found in gathered(entries, state, slots, turned, group, told):
+        together(group, lambda found=found: disk.write(path, found, False, made.see), told)
 
-    def act() -> None:
-        disk.write(path, _pieces(entries, state, slots), config.sync)
+    def act() -> list[Written]:
+        own = [(slot, pieces) for slot, pieces in parts(entries, state, slots) if slot.name not in turned]
+        disk.write(path, _pieces(own), False, made.see)
+        return own
 
-    together(group, act, f"writing {path}")
+    own = together(group, act, told)
+    together(group, lambda: _settle(path, own, made, config.sync), f"checking {path}")
+    return own, made
 
 
 def mpio(
@@ -56,17 +70,27 @@ def mpio(
     group: Group,
     config: CheckpointConfig,
     call_bytes: int = CALL_BYTES,
-) -> None:
+) -> Wrote:
     """Write with parallel HDF5, at most ``call_bytes`` in a call. Collective; an error of one rank is raised on all."""
-    planned = [Planned(entry, tuple(_calls(entry, boxes, call_bytes))) for entry, boxes in write_boxes(entries)]
-    counts = torch.tensor([len(one.calls) if one.alternates else 0 for one in planned], dtype=torch.int64)
+    alone = min(call_bytes, ALONE_BYTES)
+    planned = [
+        Planned(entry, tuple(_calls(entry, boxes, call_bytes if alternates(entry) else alone)))
+        for entry, boxes in write_boxes(entries)
+    ]
+    counts = torch.tensor([len(one.calls) if alternates(one.entry) else 0 for one in planned], dtype=torch.int64)
     group.all_reduce(counts, "max")
     file = together(group, lambda: format.Shared(path, group.comm, config.hints), f"opening {path}")
-    error = _write_alone(file, planned, state)
+    error = _write_alone(file, path, planned, state, slots)
     error = _write_together(file, planned, counts.tolist(), state) or error
-    written = partial(_pieces, entries, state, slots)
-    together(group, lambda: _end(file, path, error, config.sync, written()), f"writing {path}")
-    together(group, lambda: _check(path, written()), f"checking {path}")
+    own, made = parts(entries, state, slots), Made.of(slots)
+    together(group, lambda: _end(file, path, error, _pieces(own)), f"writing {path}")
+
+    def act() -> None:
+        _settle(path, own, made, config.sync)
+        _check(path, _pieces(own))
+
+    together(group, act, f"checking {path}")
+    return own, made
 
 
 WRITERS: dict[str, Writer] = {"direct": direct, "mpio": mpio}
@@ -91,12 +115,6 @@ class Planned:
     entry: Entry
     calls: tuple[tuple[Box, ...], ...]
 
-    @property
-    def alternates(self) -> bool:
-        """Whether short runs of several ranks take turns in the file. The same answer on every rank."""
-        mesh = self.entry.mesh
-        return any(cut.dim and mesh.size(*cut.axes) > 1 for cut in self.entry.layout.cuts)
-
 
 def parts(entries: Sequence[Entry], state: State, slots: Sequence[format.Slot]) -> list[Written]:
     """What this rank writes of each tensor of which it writes something, in the file's order."""
@@ -104,20 +122,53 @@ def parts(entries: Sequence[Entry], state: State, slots: Sequence[format.Slot]) 
 
     def part(entry: Entry, boxes: Sequence[Box]) -> Written:
         slot = placed[entry.name]
-        return slot, list(pieces(entry, boxes, flat_bytes(state[entry.name].tensor), slot.offset))
+        return slot, list(pieces(entry, boxes, flat_bytes(state[entry.name].tensor), slot))
 
     return [part(entry, boxes) for entry, boxes in write_boxes(entries) if boxes]
 
 
-def _pieces(entries: Sequence[Entry], state: State, slots: Sequence[format.Slot]) -> Iterator[disk.Piece]:
-    return (piece for _, written in parts(entries, state, slots) for piece in written)
+def gathered(
+    entries: Sequence[Entry],
+    state: State,
+    slots: Sequence[format.Slot],
+    turned: Mapping[str, int],
+    group: Group,
+    told: str,
+) -> Iterator[list[disk.Piece]]:
+    """What this rank writes of the tensors named in ``turned``, in rounds in which ranks send each other theirs.
+
+    ``turned`` tells whose turn it is among the replicas of each. Collective, each round; every rank has as many.
+    """
+    placed = {slot.name: slot for slot in slots}
+
+    def boxes(entry: Entry, rank: int) -> Sequence[Box]:
+        return entry.layout.writes(entry.mesh, rank, turned[entry.name])
+
+    for windows in exchange.rounds(entry for entry in entries if entry.name in turned):
+        one = exchange.Round(windows, boxes, group)
+        names = [window.entry.name for window in one.windows]
+        held = together(group, lambda names=names: [_bytes(state, name) for name in names], told)
+        ranges = one.gather(held)
+        yield [
+            disk.Piece(slot.offset + exchange.own(window)[0], torch.from_numpy(memory), slot.offset, slot)
+            for window, slot, memory in zip(one.windows, map(placed.get, names), ranges, strict=True)
+        ]
+
+
+def _bytes(state: State, name: str) -> np.ndarray:
+    return flat_bytes(state[name].tensor).cpu().numpy()
+
+
+def _pieces(parts: Sequence[Written]) -> Iterator[disk.Piece]:
+    return (piece for _, pieces in parts for piece in pieces)
 
 
 def _calls(entry: Entry, boxes: Sequence[Box], call_bytes: int) -> Iterator[tuple[Box, ...]]:
     """The boxes, cut and packed into calls; each call's elements come in row-major order."""
     limit = max(1, call_bytes // ITEMSIZE[entry.layout.dtype])
     call: list[Box] = []
-    parts = (part for box in boxes for start in range(0, box.size, limit) for part in _part(box, start, limit))
+    steps = [(box, _whole_rows(box, limit)) for box in boxes]
+    parts = (part for box, step in steps for start in range(0, box.size, step) for part in _part(box, start, step))
     for part in parts:
         if call and sum(one.size for one in call) + part.size > limit:
             yield tuple(call)
@@ -127,16 +178,30 @@ def _calls(entry: Entry, boxes: Sequence[Box], call_bytes: int) -> Iterator[tupl
         yield tuple(call)
 
 
+def _whole_rows(box: Box, limit: int) -> int:
+    """At most ``limit`` elements of a box at once: whole rows, since HDF5 is quick at a selection of one box."""
+    row = prod(box.shape[1:])
+    return limit // row * row if 0 < row <= limit else limit
+
+
 def _part(box: Box, start: int, limit: int) -> tuple[Box, ...]:
     return box.part(start, min(start + limit, box.size))
 
 
-def _write_alone(file: format.Shared, planned: Sequence[Planned], state: State) -> Exception | None:
+def _write_alone(
+    file: format.Shared, path: Path, planned: Sequence[Planned], state: State, slots: Sequence[format.Slot]
+) -> Exception | None:
     """Write what lies in long runs: collective buffering would only send it through other ranks, 10 times slower."""
+    places = {slot.name: slot.offset for slot in slots}
     try:
-        for one in planned:
-            for boxes in () if one.alternates else one.calls:
-                file.write(one.entry.name, boxes, _gathered(one.entry, boxes, state), together=False)
+        with path.open("r+b") as opened:
+            begin = disk.Begun(opened.fileno())
+            for one in planned:
+                for boxes in () if alternates(one.entry) else one.calls:
+                    data = _gathered(one.entry, boxes, state)
+                    file.write(one.entry.name, boxes, data, together=False)
+                    first, _, _ = next(runs(one.entry, boxes))
+                    begin(places[one.entry.name] + first * ITEMSIZE[one.entry.layout.dtype], data.nbytes)
     except Exception as error:
         return error
 
@@ -168,7 +233,7 @@ def _gathered(entry: Entry, boxes: Sequence[Box], state: State) -> np.ndarray:
     return torch.cat([memory[start * size : stop * size] for start, stop in spans]).cpu().numpy()
 
 
-def _end(file: format.Shared, path: Path, error: Exception | None, sync: bool, written: Iterator[disk.Piece]) -> None:
+def _end(file: format.Shared, path: Path, error: Exception | None, written: Iterator[disk.Piece]) -> None:
     """Close the file, and raise what went wrong.
 
     HDF5 keeps the system's number of an error to itself, so what it could not write is written once more without it: a
@@ -181,8 +246,15 @@ def _end(file: format.Shared, path: Path, error: Exception | None, sync: bool, w
     if error:
         disk.write(path, written, sync=True)
         raise CheckpointError(f"writing {path} failed", f"HDF5: {error}", FULL) from error
-    if sync:
-        sync_file(path)
+
+
+def _settle(path: Path, own: Sequence[Written], made: Made, sync: bool) -> None:
+    """Make the digests that are lacking, once all ranks have written, while the disk takes what it has not yet."""
+    with ThreadPoolExecutor(1, "checkpoint") as pool:
+        synced = pool.submit(sync_file, path) if sync else None
+        add_torn(path, made, add_whole(made, own))
+    if synced:
+        synced.result()
 
 
 def _check(path: Path, written: Iterator[disk.Piece]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -33,12 +33,13 @@ class Part:
     nbytes: int
     start: int
 
-    def pieces(self, memory: Tensor, offset: int) -> Iterator[Piece]:
-        """Each contiguous run in the file, where the tensor begins at ``offset``."""
+    def pieces(self, memory: Tensor, slot: Slot) -> Iterator[Piece]:
+        """Each contiguous run in the file, where the tensor has the place ``slot``."""
         size = ITEMSIZE[self.entry.layout.dtype]
         base = self.start - self.begin
         for at, start, length in runs(self.entry, self.boxes):
-            yield Piece(offset + at * size, memory[base + start * size : base + (start + length) * size])
+            run = memory[base + start * size : base + (start + length) * size]
+            yield Piece(slot.offset + at * size, run, slot.offset, slot)
 
 
 class Snapshot:
@@ -65,7 +66,7 @@ class Snapshot:
         """The copy as pieces of a file with these places, in the file's order."""
         placed = {slot.name: slot for slot in slots}
         slotted = ((placed[part.entry.name], part) for part in self.parts)
-        return [(slot, list(part.pieces(self._memory, slot.offset))) for slot, part in slotted]
+        return [(slot, list(part.pieces(self._memory, slot))) for slot, part in slotted]
 
 
 def turns(written: Sequence[Written], nbytes: int) -> Iterator[list[Piece]]:
@@ -75,7 +76,7 @@ def turns(written: Sequence[Written], nbytes: int) -> Iterator[list[Piece]]:
     for piece in (piece for _, pieces in written for piece in pieces):
         for start in range(0, piece.memory.numel(), nbytes):
             memory = piece.memory[start : start + nbytes]
-            turn.append(Piece(piece.at + start, memory))
+            turn.append(replace(piece, at=piece.at + start, memory=memory))
             size += memory.numel()
             if size >= nbytes:
                 yield turn

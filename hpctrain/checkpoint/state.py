@@ -33,19 +33,22 @@ class Held:
 
 
 State = Mapping[str, Held]
+View = tuple[Mesh, int | None, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Entry:
     """A tensor as all ranks agreed on it: its name, its layout, and who holds it.
 
-    ``mesh`` spans the holders alone; ``rank`` is this rank's number in it, None when it holds nothing of the tensor.
+    ``mesh`` spans the holders alone, which are the group's ranks ``holders``, in the mesh's order; ``rank`` is this
+    rank's number in it, None when it holds nothing of the tensor.
     """
 
     name: str
     layout: Layout
     mesh: Mesh
     rank: int | None
+    holders: tuple[int, ...]
 
 
 def agree(state: State, mesh: Mesh, group: Group) -> tuple[Entry, ...]:
@@ -60,7 +63,7 @@ def agree(state: State, mesh: Mesh, group: Group) -> tuple[Entry, ...]:
     distinct = list(dict.fromkeys(digests))
     shared = {digest: group.share(mine, digests.index(digest)) for digest in distinct if len(distinct) > 1}
     layouts, sides = _merged(shared or {distinct[0]: mine}, digests)
-    views: dict[frozenset[str], tuple[Mesh, int | None]] = {}
+    views: dict[frozenset[str], View] = {}
     return tuple(_entry(name, layouts[name], sides[name], digests, mesh, group.rank, views) for name in sorted(layouts))
 
 
@@ -111,12 +114,12 @@ def _entry(
     digests: list[str],
     mesh: Mesh,
     rank: int,
-    views: dict[frozenset[str], tuple[Mesh, int | None]],
+    views: dict[frozenset[str], View],
 ) -> Entry:
     if side not in views:
         holders = [one for one, digest in enumerate(digests) if digest in side]
         views[side] = _view(name, holders, mesh, rank)
-    view, place = views[side]
+    view, place, ranks = views[side]
     agreed = Layout.from_json(layout)
     lost = [axis for axis in agreed.axes if view.size(axis) < mesh.size(axis)]
     if lost:
@@ -125,13 +128,13 @@ def _entry(
             "its layout cuts it over all of them, so elements would be missing",
             "give the tensor to every rank along these axes",
         )
-    return Entry(name, agreed, view, place)
+    return Entry(name, agreed, view, place, ranks)
 
 
-def _view(name: str, holders: list[int], mesh: Mesh, rank: int) -> tuple[Mesh, int | None]:
-    """The mesh of the holders alone, numbered in mesh order, and this rank's number in it."""
+def _view(name: str, holders: list[int], mesh: Mesh, rank: int) -> View:
+    """The mesh of the holders alone, numbered in mesh order, this rank's number in it, and the holders."""
     if len(holders) == mesh.ranks_total:
-        return mesh, rank
+        return mesh, rank, tuple(holders)
     axes = [axis for axis, _ in mesh.axes]
     sizes = {axis: len({mesh.index(holder, axis) for holder in holders}) for axis in axes}
     if prod(sizes.values()) != len(holders):
@@ -141,4 +144,4 @@ def _view(name: str, holders: list[int], mesh: Mesh, rank: int) -> tuple[Mesh, i
             "give it to all ranks along an axis, or to those at some of its coordinates",
         )
     holders.sort(key=lambda holder: mesh.index(holder, *axes))
-    return Mesh(tuple(sizes.items())), holders.index(rank) if rank in holders else None
+    return Mesh(tuple(sizes.items())), holders.index(rank) if rank in holders else None, tuple(holders)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hpctrain.cli.options import AsJson, ConfigPath, Overrides, three_times
+from hpctrain.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -110,15 +111,23 @@ def ckpt(
     folder: Annotated[Path, typer.Argument(help="A folder on the disk to be measured.")] = Path("runs"),
     gib: Annotated[float, typer.Option(help="Size of the state in GiB.", min=0.001)] = 1.0,
     rounds: Annotated[int, typer.Option(help="Saves and loads of each writer; the median is shown.", min=1)] = 3,
+    against: Annotated[str, typer.Option(help="What to time beside, with commas: dcp, dcp-4, dcp-async.")] = "",
+    cut: Annotated[str, typer.Option(help="How tensors lie on ranks: flat, rows or columns.")] = "flat",
+    small: Annotated[int, typer.Option(help="Small tensors, beside 16 large ones.", min=0)] = 200,
+    onto: Annotated[str, typer.Option(help="Ranks that save and ranks that load, with commas.", metavar="A:B")] = "",
+    writers: Annotated[str, typer.Option(help="Our own, with commas.")] = "direct,mpio",
+    fio: Annotated[bool, typer.Option(help="Whether to ask fio, which takes a minute for 1 GiB.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Time saves and loads of a checkpoint by each writer, beside fio on the same disk where it is installed."""
     from hpctrain.cluster.world import World
 
     with World.join() as world:
-        from hpctrain.bench.ckpt import run
+        from hpctrain.bench.ckpt import Plan, run
 
-        _print(run(folder, world, gib, rounds), world, as_json, f"{world.size} ranks, {gib} GiB, median of {rounds}")
+        plan = Plan(gib, rounds, _names(against), cut, small, _pairs(onto), _names(writers), fio)
+        title = f"{world.size} ranks, {gib} GiB, {small} small tensors, cut {cut}, median of {rounds}"
+        _print(run(folder, world, plan), world, as_json, title)
 
 
 @app.command("start")
@@ -158,6 +167,14 @@ def memory(
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
+
+
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """``4:3,2:4`` as pairs of numbers."""
+    try:
+        return tuple((int(few), int(many)) for few, many in (pair.split(":") for pair in _names(text)))
+    except ValueError:
+        raise UsageError(f"--onto {text}: not pairs of ranks", "each is two numbers, as in 4:3,2:4") from None
 
 
 def _print(rows: Sequence[Any], world: Any, as_json: bool, title: str) -> None:

@@ -248,9 +248,9 @@ def test_a_file_that_is_cut_off_while_it_is_read_ends_the_load_on_all_ranks(
 ):
     path, real = put(folder, four, MIXED), disk.read
 
-    def read(path: Path, pieces: Any) -> None:
+    def read(path: Path, pieces: Any, *rest: Any) -> None:
         os.truncate(path, 100_000)
-        real(path, pieces)
+        real(path, pieces, *rest)
 
     monkeypatch.setattr(disk, "read", read)
     with pytest.raises(CheckpointError, match=f"rank 0 .*: {path} ends at byte 100000, before its tensors do"):

@@ -9,18 +9,34 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from hpctrain.bench.ckpt import run
+from hpctrain.bench.ckpt import CUTS, Plan, run
 from hpctrain.checkpoint import format
 from hpctrain.cluster.world import World
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
+OURS = ["direct", *(["mpio"] if format.parallel() else [])]
+FIO = [("fio", operation) for operation in ("save", "load", "overwrite")] if shutil.which("fio") else []
 
-def test_every_writer_and_fio_have_a_row_for_saving_and_loading(comm: MPI.Comm, tmp_path: Path):
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_writer_and_fio_have_a_row_for_saving_and_loading(comm: MPI.Comm, tmp_path: Path, cut: str):
     folder = Path(comm.bcast(str(tmp_path)))
-    rows = run(folder, World.of(comm), gib=1 / 64, rounds=1)
-    writers = ["direct", *(["mpio"] if format.parallel() else []), *(["fio"] if shutil.which("fio") else [])]
-    assert [(row.writer, row.operation) for row in rows] == [(one, do) for one in writers for do in ("save", "load")]
+    rows = run(folder, World.of(comm), Plan(gib=1 / 64, rounds=1, cut=cut, onto=((4, 3),)))
+    wanted = [(one, do) for one in OURS for do in ("save", "load", "load cached", "load 4 to 3")]
+    assert [(row.writer, row.operation) for row in rows] == [*wanted, *FIO]
     assert all(row.seconds > 0 and row.bytes > 16_000_000 for row in rows)
-    assert all((row.of_fio is None) == ("fio" not in writers) for row in rows)
+    assert all((row.of_fio is None) == (not FIO) for row in rows)
+    assert comm.bcast(os.listdir(folder)) == []
+
+
+def test_peers_are_timed_on_the_same_state(comm: MPI.Comm, tmp_path: Path):
+    folder = Path(comm.bcast(str(tmp_path)))
+    plan = Plan(1 / 64, 1, ("dcp", "dcp-async"), "columns", small=5, onto=((2, 4),))
+    rows = run(folder, World.of(comm), plan)
+    peers = [(row.writer, row.operation) for row in rows if row.writer.startswith("dcp")]
+    assert peers == [
+        *(("dcp", operation) for operation in ("save", "load", "load cached", "load 2 to 4")),
+        *(("dcp-async", operation) for operation in ("stopped", "save", "load", "load cached")),
+    ]
     assert comm.bcast(os.listdir(folder)) == []

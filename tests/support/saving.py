@@ -89,9 +89,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Every write waits until the event is set."""
     real, go = disk.write, threading.Event()
 
-    def write(path: Path, pieces: Any, sync: bool) -> None:
+    def write(path: Path, pieces: Any, sync: bool, *more: Any) -> None:
         assert go.wait(60)
-        real(path, pieces, sync)
+        real(path, pieces, sync, *more)
 
     monkeypatch.setattr(disk, "write", write)
     return go
@@ -101,11 +101,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, rank: int, number: int, step: int =
     """The write of this rank, known by its first value of ``ROWS``, fails while what is given is true."""
     real, broken = disk.write, [True]
 
-    def write(path: Path, pieces: Any, sync: bool) -> None:
+    def write(path: Path, pieces: Any, sync: bool, *more: Any) -> None:
         found = list(pieces)
         if broken[0] and found[0].memory[:4].view(torch.float32)[0] == (rank * 1_000_000 + step) % states.MODULUS:
             raise OSError(number, os.strerror(number), str(path))
-        real(path, found, sync)
+        real(path, found, sync, *more)
 
     monkeypatch.setattr(disk, "write", write)
     return broken

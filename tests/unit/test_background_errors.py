@@ -86,7 +86,7 @@ def test_room_that_cannot_be_set_aside_is_told_on_all_ranks_and_no_rank_goes_on_
 def test_bytes_that_never_came_into_the_file_are_found_by_the_ranks_that_share_a_block(tmp_path: Path, monkeypatch):
     mesh, real = Mesh((("dp", 4),)), disk.write
 
-    def write(path: Path, pieces: Any, sync: bool) -> None:
+    def write(path: Path, pieces: Any, sync: bool, *more: Any) -> None:
         found = list(pieces)
         lost = found[0].memory[:4].view(torch.float32)[0] == (2 * 1_000_000 + 1) % states.MODULUS
         real(path, found[:0] if lost else found, sync)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.bench.ckpt import CUTS, Plan, check, layouts
 from hpctrain.bench.deepspeed import load_deepspeed, settings
 from hpctrain.bench.footprint import watch
 from hpctrain.bench.memory import Row, run, table
 from hpctrain.bench.step import contestant
+from hpctrain.cli.bench import _pairs
 from hpctrain.config import Config, ModelConfig, parse
 from hpctrain.errors import ConfigError, UsageError
 from hpctrain.plan.weights import ModelShape
@@ -81,3 +83,38 @@ def test_rows_have_the_rank_that_has_most_and_the_sum_of_what_all_took() -> None
         Row("zero-1", "shared", 5.0, 7, 100, 300, 250, 150, 150),
     ]
     assert [row.plan for row in table("ddp", found | {"plan": None})] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (Plan(against=("tape",)), "--against tape: not a known peer\n  take some of dcp, dcp-4, dcp-async, apart"),
+        (Plan(writers=("pen",)), "--writers pen: not a known writer\n  take direct, mpio or both, apart"),
+        (Plan(cut="slices"), "--cut slices: not a known cut\n  take one of flat, rows, columns"),
+        (
+            Plan(against=("dcp",)),
+            "--cut flat does not go with --against dcp\n  DTensor has no pieces of a flat buffer\n"
+            "  give --cut rows or --cut columns",
+        ),
+        (Plan(onto=((1, 3),)), "--onto 1:3: there are 1 ranks\n  start as many as the most"),
+    ],
+)
+def test_checkpoints_that_cannot_be_timed_are_refused(plan: Plan, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(plan, 1)
+    assert str(caught.value) == told
+
+
+def test_pairs_of_ranks_are_two_numbers_each() -> None:
+    assert _pairs("4:3,2:4") == ((4, 3), (2, 4))
+    with pytest.raises(UsageError) as caught:
+        _pairs("4:3:2")
+    assert str(caught.value) == "--onto 4:3:2: not pairs of ranks\n  each is two numbers, as in 4:3,2:4"
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_dim_that_is_cut_divides_for_all_ranks(cut: str) -> None:
+    for layout in layouts(Plan(0.01, cut=cut), 12).values():
+        assert all(layout.shape[one.dim] % 12 == 0 for one in layout.cuts)
+    total = sum(layout.nbytes for layout in layouts(Plan(0.1, cut=cut), 12).values())
+    assert total == pytest.approx(0.1 * 2**30, rel=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import h5py
 import pytest
 import torch
 
+from hpctrain.checkpoint import exchange
+from hpctrain.checkpoint.blocks import BLOCK_BYTES
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import Held
 from hpctrain.comm.group import SoloGroup
@@ -109,3 +112,39 @@ def test_tensors_that_are_not_contiguous_come_back(tmp_path: Path):
     into = torch.zeros(20, 30).t()
     assert point.resume({"model/a": Held(layout, into)}) == 1
     assert torch.equal(into, strided)
+
+
+@pytest.mark.parametrize("window", [1, 2, 100])
+@pytest.mark.parametrize("mesh", [Mesh((("dp", 2), ("tp", 3))), Mesh((("tp", 4),)), Mesh((("pp", 2), ("tp", 2)))])
+def test_tensors_of_alternating_columns_are_exchanged_in_rounds_of_any_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: Mesh, window: int
+):
+    layouts = {
+        "model/flat": Layout((700, 301), "float32", (Cut(1, ("tp",)),), Flat(("dp",), 5, 700 * 301)),
+        "model/narrow": Layout((3001, 3, 40), "bfloat16", (Cut(2, ("tp",)),)),
+        "model/rows": Layout((1000, 299), "float32", (Cut(0, ("tp",)),)),
+        "model/wide": Layout((301, 1401), "float32", (Cut(1, ("tp",)),)),
+    }
+    if len(mesh.axes) < 2 or mesh.size("dp") < 2:
+        layouts["model/flat"] = Layout((700, 301), "float32", (Cut(1, ("tp",)),))
+    monkeypatch.setattr(exchange, "WINDOW_BYTES", window * BLOCK_BYTES)
+    monkeypatch.setattr(exchange, "ROUND_BYTES", window * BLOCK_BYTES)
+    path = save(tmp_path / "many", layouts, mesh)
+    plain = {name: Layout(layout.shape, layout.dtype) for name, layout in layouts.items()}
+    assert path.read_bytes() == save(tmp_path / "one", plain, Mesh((("dp", 1),))).read_bytes()
+    assert resume(tmp_path / "many", layouts, mesh) == 1
+
+
+def test_short_runs_of_many_ranks_are_written_in_long_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    layouts = {"model/columns": Layout((20_000, 64), "float32", (Cut(1, ("tp",)),))}
+    lengths, real = [], os.pwrite
+
+    def pwrite(opened: int, data: memoryview, at: int) -> int:
+        lengths.append(len(data))
+        return real(opened, data, at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    save(tmp_path, layouts, Mesh((("tp", 4),)))
+    long = [length for length in lengths if length >= BLOCK_BYTES]
+    assert sum(long) > 20_000 * 64 * 4 - 4 * BLOCK_BYTES
+    assert len(lengths) < 20

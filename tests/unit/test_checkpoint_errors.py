@@ -115,11 +115,11 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(tmp
     save(tmp_path, layouts, mesh, 1)
     real = disk.write
 
-    def write(path: Path, pieces, sync: bool) -> None:
+    def write(path: Path, pieces, *rest) -> None:
         found = list(pieces)
         if found[0].memory.view(torch.float32)[0] == (failing * 1_000_000 + 2) % states.MODULUS:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        real(path, found, sync)
+        real(path, found, *rest)
 
     monkeypatch.setattr(disk, "write", write)
 

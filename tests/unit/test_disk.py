@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from threading import Lock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from hpctrain.errors import IncompleteError
 PLACES = st.lists(
     st.tuples(st.sampled_from([0, 1, 7, 100, PAGE - 1, PAGE, PAGE + 1, 70_000]), st.integers(0, 3 * PAGE)), max_size=30
 )
+
+NONE, ALL = range(0), range(1 << 64)  # file systems that are written through the page cache
 
 
 def pieces_at(places: list[tuple[int, int]]) -> list[Piece]:
@@ -38,13 +42,16 @@ def expected(before: bytes, pieces: list[Piece]) -> bytes:
 
 
 @settings(max_examples=100)
-@given(PLACES)
-def test_pieces_come_to_their_places_and_back_and_nothing_else_changes(tmp_path_factory, places: list[tuple[int, int]]):
+@given(PLACES, st.sampled_from([NONE, ALL]))
+def test_pieces_come_to_their_places_and_back_and_nothing_else_changes(
+    tmp_path_factory, places: list[tuple[int, int]], through: range
+):
     path = tmp_path_factory.mktemp("disk") / "file"
     pieces = pieces_at(places)
     before = os.urandom(max([piece.end for piece in pieces], default=0) + 100)
     path.write_bytes(before)
-    disk.write(path, pieces, sync=False)
+    with patch.object(disk, "THROUGH", through):
+        disk.write(path, pieces, sync=False)
     assert path.read_bytes() == expected(before, pieces)
     back = [Piece(piece.at, torch.zeros_like(piece.memory)) for piece in pieces]
     disk.read(path, back)
@@ -60,6 +67,13 @@ def test_a_piece_of_many_chunks_comes_whole(tmp_path: Path, start: int):
     assert path.read_bytes() == bytes(start) + piece.memory.numpy().tobytes()
 
 
+@pytest.fixture
+def past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the file system is, what can goes past the page cache."""
+    monkeypatch.setattr(disk, "THROUGH", NONE)
+
+
+@pytest.mark.usefixtures("past")
 def test_whole_pages_go_past_the_page_cache_and_torn_ones_do_not(tmp_path: Path, monkeypatch):
     path, seen, real = tmp_path / "file", [], os.pwrite
     pieces = pieces_at([(PAGE - 10, 10), (0, 3 * PAGE), (0, 20), (5 * PAGE, 100)])
@@ -91,8 +105,48 @@ def test_neighbours_go_out_in_one_write(tmp_path: Path, monkeypatch):
     assert len(written) <= 3
 
 
-def test_a_file_system_that_takes_a_little_at_a_time_gets_all(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("through", [NONE, ALL])
+def test_every_byte_is_seen_once_as_it_is_written_and_read(tmp_path: Path, monkeypatch, through: range):
+    path, lock, seen = tmp_path / "file", Lock(), []
+    monkeypatch.setattr(disk, "THROUGH", through)
+    places = pieces_at([(5, 3 * CHUNK + 777), (0, 10), (70_000, PAGE)])
+    pieces = [Piece(piece.at, piece.memory, PAGE, number) for number, piece in enumerate(places)]
+
+    def look(part: Piece) -> None:
+        with lock:
+            seen.append((part.of, part.at, part.memory.clone()))
+
+    _made(path, 4 * CHUNK)
+    disk.write(path, pieces, False, look)
+    disk.read(path, [Piece(one.at, torch.zeros_like(one.memory), PAGE, one.of) for one in pieces], look)
+    for piece in pieces:
+        parts = sorted(((at, memory) for of, at, memory in seen if of == piece.of), key=lambda part: part[0])
+        for turn in (parts[::2], parts[1::2]):
+            assert torch.equal(torch.cat([memory for _, memory in turn]), piece.memory)
+            assert all((at - PAGE) % CHUNK == 0 for at, _ in turn[1:])
+
+
+def test_a_disk_that_cannot_be_told_to_begin_gets_all_by_fsync(tmp_path: Path, monkeypatch):
+    path = tmp_path / "file"
+    monkeypatch.setattr(disk, "THROUGH", ALL)
+    monkeypatch.setattr(disk, "LIBC", _Without(disk.LIBC))
+    pieces = pieces_at([(5, 3 * CHUNK)])
+    _made(path, 5 * CHUNK)
+    disk.write(path, pieces, sync=True)
+    assert path.read_bytes() == expected(bytes(5 * CHUNK), pieces)
+
+
+class _Without:
+    """A C library whose sync_file_range does nothing but fail."""
+
+    def __init__(self, real) -> None:
+        self.fstatfs, self.sync_file_range = real.fstatfs, lambda *args: -1
+
+
+@pytest.mark.parametrize("through", [NONE, ALL])
+def test_a_file_system_that_takes_a_little_at_a_time_gets_all(tmp_path: Path, monkeypatch, through: range):
     path, real = tmp_path / "file", os.pwrite
+    monkeypatch.setattr(disk, "THROUGH", through)
     monkeypatch.setattr(os, "pwrite", lambda opened, data, at: real(opened, data[: 3 * 512], at))
     pieces = pieces_at([(5, 3 * PAGE), (10, PAGE)])
     _made(path, 5 * PAGE)
@@ -100,6 +154,7 @@ def test_a_file_system_that_takes_a_little_at_a_time_gets_all(tmp_path: Path, mo
     assert path.read_bytes() == expected(bytes(5 * PAGE), pieces)
 
 
+@pytest.mark.usefixtures("past")
 def test_a_file_system_that_refuses_unbuffered_writes_gets_buffered_ones(tmp_path: Path, monkeypatch):
     path, real_open, real_write = tmp_path / "file", os.open, os.pwrite
 
@@ -135,13 +190,14 @@ def test_the_first_error_stops_the_writing_and_names_the_file(tmp_path: Path, mo
     with pytest.raises(OSError, match="No space left") as caught:
         disk.write(path, pieces_at([(PAGE, 10)] * 1000), sync=False)
     assert caught.value.filename == str(path)
-    assert len(calls) <= disk.THREADS
+    assert len(calls) <= disk.WRITERS
 
 
 def test_a_file_that_ends_early_is_told_with_its_name(tmp_path: Path):
     path = tmp_path / "file"
     _made(path, 100)
-    for pieces in ([Piece(50, torch.zeros(51, dtype=torch.uint8))], pieces_at([(0, 60), (3, 60)])):
+    beyond = [Piece(200, torch.zeros(1, dtype=torch.uint8))]
+    for pieces in ([Piece(50, torch.zeros(51, dtype=torch.uint8))], pieces_at([(0, 60), (3, 60)]), beyond):
         with pytest.raises(IncompleteError, match=f"{path} ends at byte 100, before its tensors do"):
             disk.read(path, pieces)
 
