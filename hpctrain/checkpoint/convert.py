@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpctrain.checkpoint import disk, format, keep
 from hpctrain.checkpoint.choice import FLOATS
@@ -21,6 +23,8 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import CheckpointError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+Fetch = Callable[[Sequence[Part]], list[Tensor]]
+"""Gives the elements of parts, flat, in the dtype that they have where they come from."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,25 @@ def convert(
     CheckpointError where something has that name already, and DamagedError where what is read is damaged.
     """
     wanted = [_target(slot, dtype) for slot in index.slots if not weights_only or slot.name.startswith(WEIGHTS)]
-    begun = led(group, lambda: _begin(out, wanted, index), f"laying out {out}")
+    source = {slot.name: slot for slot in index.slots}
+
+    def fetch(parts: Sequence[Part]) -> list[Tensor]:
+        return read(path, [one.of(source[one.slot.name]) for one in parts], index.table)
+
+    return write_anew(out, wanted, index.step, index.attributes, fetch, group, tell)
+
+
+def write_anew(
+    out: Path, wanted: Sequence[Slot], step: int, attributes: dict[str, Any], fetch: Fetch, group: Group, tell: Tell
+) -> Converted:
+    """Write a checkpoint of the tensors ``wanted``, whose elements ``fetch`` gives part by part in a dtype of its own.
+
+    Collective, and as careful with ``out`` as ``convert``.
+    """
+    begun = led(group, lambda: _begin(out, wanted, step, attributes), f"laying out {out}")
     part, slots = Path(begun["part"]), [Slot(**slot | {"shape": tuple(slot["shape"])}) for slot in begun["slots"]]
     try:
-        sums, overflowed = together(group, lambda: _write(path, index, part, slots, group, tell), f"writing {out}")
+        sums, overflowed = together(group, lambda: _write(fetch, part, slots, group, tell), f"writing {out}")
         told = torch.from_numpy(np.append(sums.view(np.int64), overflowed)).to(group.device)
         group.all_reduce(told, "sum")
         sums, overflowed = told[:-1].cpu().numpy().view(np.uint64), int(told[-1])
@@ -55,7 +74,7 @@ def convert(
         if group.leads:
             part.unlink(missing_ok=True)
         raise
-    return Converted(str(out), index.step, len(slots), sum(slot.nbytes for slot in slots), overflowed)
+    return Converted(str(out), step, len(slots), sum(slot.nbytes for slot in slots), overflowed)
 
 
 def _target(slot: Slot, dtype: str | None) -> Slot:
@@ -64,7 +83,7 @@ def _target(slot: Slot, dtype: str | None) -> Slot:
     return replace(slot, dtype=DTYPES[dtype] if fits else slot.dtype)
 
 
-def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]:
+def _begin(out: Path, wanted: Sequence[Slot], step: int, attributes: dict[str, Any]) -> dict[str, object]:
     if out.exists():
         raise CheckpointError(f"{out} is there already", "a file is never written over", "give another name")
     ordered = sorted(wanted, key=lambda slot: (slot.nbytes >= format.ALIGN_FROM_BYTES, slot.name))
@@ -72,7 +91,7 @@ def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]
     keep.check_room(out.parent, format.needed_bytes(ordered))
     part = out.parent / keep.part_name(out.name)
     try:
-        placed = format.lay_out(part, ordered, index.step, index.attributes)
+        placed = format.lay_out(part, ordered, step, attributes)
         disk.reserve(part)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -80,14 +99,11 @@ def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]
     return {"part": str(part), "slots": [asdict(slot) for slot in placed]}
 
 
-def _write(
-    path: Path, index: Index, part: Path, slots: Sequence[Slot], group: Group, tell: Tell
-) -> tuple[np.ndarray, int]:
+def _write(fetch: Fetch, part: Path, slots: Sequence[Slot], group: Group, tell: Tell) -> tuple[np.ndarray, int]:
     """Convert this rank's share; gives its checksums, 0 for all other blocks, and how many numbers overflowed."""
-    source = {slot.name: slot for slot in index.slots}
     sums, overflowed = np.zeros(sum(slot.blocks for slot in slots), np.uint64), 0
     for parts in mine(slots, group, tell):
-        found = read(path, [one.of(source[one.slot.name]) for one in parts], index.table)
+        found = fetch(parts)
         ready = [memory.to(getattr(torch, one.slot.dtype)) for one, memory in zip(parts, found, strict=True)]
         disk.write(part, [_piece(one, memory) for one, memory in zip(parts, ready, strict=True)], sync=False)
         for one, before, after in zip(parts, found, ready, strict=True):
@@ -100,12 +116,12 @@ def _write(
     return sums, overflowed
 
 
-def _wide(numbers: torch.Tensor) -> torch.Tensor:
+def _wide(numbers: Tensor) -> Tensor:
     """torch tests one-byte floats for infinities only after widening."""
     return numbers if numbers.element_size() > 1 else numbers.float()
 
 
-def _piece(part: Part, memory: torch.Tensor) -> disk.Piece:
+def _piece(part: Part, memory: Tensor) -> disk.Piece:
     return disk.Piece(part.at, memory.view(torch.uint8))
 
 
