@@ -25,6 +25,7 @@ from hpctrain.errors import CheckpointError, DamagedError
 
 DIGEST_BYTES = 8
 HOST_BYTES = 64 << 20  # of a GPU's memory, brought to the host at once
+WINDOW = 1 << 20  # blocks whose digests ranks bring together at once: 16 MiB, whatever the size of the file
 LEAST = torch.iinfo(torch.int64).min
 OLDER = "go on from an older checkpoint, or copy it again from where it is whole"
 
@@ -65,15 +66,20 @@ def split(slot: Slot, pieces: Iterable[Piece]) -> tuple[list[Span], list[Torn]]:
 def of_ranks(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], group: Group, count: int) -> np.ndarray:
     """The digests of all ``count`` blocks of a file that all ranks have written, from what each of them wrote.
 
-    Collective. ``parts`` are this rank's. Raises CheckpointError on all ranks where the file does not have what was
-    written.
+    They are for the leading rank; the others, which hold no more than a window of them, get none. Collective.
+    ``parts`` are this rank's. Raises CheckpointError on all ranks where the file does not have what was written.
     """
-    made = together(group, lambda: _made(path, parts, count), f"checking {path}").to(group.device)
-    group.all_reduce(made, "max")
-    found, other = made[0].cpu(), ~made[1].cpu()
-    wrong = [int(number) for number in (found != other).nonzero().flatten()[:1]]
+    numbers, values = together(group, lambda: _made(path, parts), f"checking {path}")
+    told, wrong = np.empty(count if group.leads else 0, np.uint64), []
+    for start in range(0, count, WINDOW):
+        window = _window(numbers, values, start, min(WINDOW, count - start)).to(group.device)
+        group.all_reduce(window, "max")
+        found, other = window[0].cpu(), ~window[1].cpu()
+        wrong += [start + int(number) for number in (found != other).nonzero().flatten()[: 1 - len(wrong)]]
+        if group.leads:
+            told[start : start + len(found)] = (found ^ LEAST).numpy().view(np.uint64)
     together(group, lambda: _refuse(path, parts, wrong), f"checking {path}")
-    return (found ^ LEAST).numpy().view(np.uint64)
+    return told
 
 
 def joined(own: np.ndarray, group: Group) -> np.ndarray:
@@ -133,28 +139,32 @@ def _torn(slot: Slot, number: int, pieces: tuple[Piece, ...]) -> Torn:
     return Torn(number, slot.offset + start, min(BLOCK_BYTES, slot.nbytes - start), pieces)
 
 
-def _made(path: Path, parts: Sequence[tuple[Slot, list[Piece]]], count: int) -> Tensor:
-    """This rank's digests d as (d, ~d), so that one maximum over ranks gives the greatest and the least of a block.
-
-    They are shifted to signed numbers, since those are what ranks can reduce; where it has none, the least there is.
-    """
-    made = np.zeros(count, np.uint64)
-    known = np.zeros(count, bool)
-
-    def put(number: int, values: Sequence[int]) -> None:
-        made[number : number + len(values)] = values
-        known[number : number + len(values)] = True
-
+def _made(path: Path, parts: Sequence[tuple[Slot, list[Piece]]]) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of the blocks that this rank has a part of, ascending, and their digests."""
+    made: list[tuple[int, Sequence[int]]] = []
     shared: list[tuple[int, Torn]] = []
     for slot, pieces in parts:
         spans, torn = split(slot, pieces)
-        for span in spans:
-            put(slot.first + span.first, of_span(span))
+        made += [(slot.first + span.first, of_span(span)) for span in spans]
         shared += [(slot.first + one.number, one) for one in torn]
-    for number, value in zip((number for number, _ in shared), _of_torn(path, [one for _, one in shared]), strict=True):
-        put(number, [value])
-    signed = torch.from_numpy(made.view(np.int64)) ^ LEAST
-    return torch.stack([signed, ~signed]).where(torch.from_numpy(known), LEAST)
+    digests = _of_torn(path, [one for _, one in shared])
+    made += [(number, [value]) for (number, _), value in zip(shared, digests, strict=True)]
+    made.sort(key=lambda one: one[0])
+    numbers = [number + place for number, values in made for place in range(len(values))]
+    return np.array(numbers, np.int64), np.array([value for _, values in made for value in values], np.uint64)
+
+
+def _window(numbers: np.ndarray, values: np.ndarray, start: int, count: int) -> Tensor:
+    """This rank's digests d of some blocks as (d, ~d), so that a maximum over ranks gives the greatest and the least.
+
+    They are shifted to signed numbers, since those are what ranks can reduce; where it has none, the least there is.
+    """
+    first, last = np.searchsorted(numbers, (start, start + count))
+    places = torch.from_numpy(numbers[first:last] - start)
+    signed = torch.from_numpy(values[first:last].view(np.int64)) ^ LEAST
+    window = torch.full((2, count), LEAST)
+    window[0, places], window[1, places] = signed, ~signed
+    return window
 
 
 def _of_torn(path: Path, blocks: Sequence[Torn]) -> Iterator[int]:
