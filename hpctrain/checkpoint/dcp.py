@@ -29,6 +29,7 @@ from hpctrain.plan.layout import ITEMSIZE, Box
 METADATA = ".metadata"
 HERE = "torch.distributed.checkpoint"
 OLDER = "torch.distributed._shard.sharded_tensor.metadata"
+MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 TOLD = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
         "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta")  # fmt: skip
 KNOWN = (
@@ -37,6 +38,7 @@ KNOWN = (
     | {f"{OLDER}.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")}
     | {f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
     | {"torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"}
+    | {f"{MEGATRON}.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")}
     | {f"torch.{name}" for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 )
 

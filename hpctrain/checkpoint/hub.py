@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint import checksums, disk, format, inspect, keep, safetensors, sources
+from hpctrain.checkpoint import checksums, disk, format, inspect, keep, safetensors, sources, translate
 from hpctrain.checkpoint.carry import Move, Place, Source, carry
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.parts import Tell, quiet
@@ -92,6 +92,8 @@ def bring(
     told = led(group, lambda: _look_there(folder, out), f"looking at {folder}")
     config, model = told["config"], hub_config.ours(told["config"], sequence)
     found = sources.opened(folder, told, only, rename)
+    if told["kind"] == "dcp":
+        found = translate.translated(found, _names(config, model), ModelShape.of(model, model.vocabulary))
     wanted = _theirs(folder, config, model, found)
     slots = _targets(wanted, found, dtype)
     begun = led(group, lambda: _begin(out, slots, model, config), f"laying out {out}")
@@ -139,6 +141,11 @@ def _theirs(
     told = hub.faults(naming, shape, wanted, {name: one.slot.shape for name, one in found.items()})
     _raise_faults(folder, told, f"take the weights and the {CONFIG} of one model")
     return wanted
+
+
+def _names(config: dict[str, Any], model: ModelConfig) -> list[str]:
+    naming, shape = hub_config.architecture(config).naming, ModelShape.of(model, model.vocabulary)
+    return [one.name for one in hub.tensors(naming, shape)]
 
 
 def _raise_faults(path: Path, faults: Sequence[str], mend: str) -> None:

@@ -67,7 +67,7 @@ def bring(
     """Write a model of Hugging Face, or tensors of torch DCP, as a checkpoint of weights, on all ranks.
 
     A folder of DCP is known by its .metadata. With a config.json beside, its tensors are those of that model, by the
-    names of transformers; without one they are taken as they are. No pickle in it is run.
+    names of transformers, Megatron-Core or Llama's own code; without one they are taken as they are. No pickle is run.
     """
     names = dict(map(_renaming, rename or ()))
     with ranks() as group, bar("import", group.leads, group.size, lasting=True) as tell:
