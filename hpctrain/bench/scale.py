@@ -30,7 +30,7 @@ from hpctrain.plan.units import PIPE
 
 STATES = ("exp_avg", "exp_avg_sq")  # those of AdamW
 MIB = 1 << 20
-SLOT_STEP = 1  # the step of the file that is laid out
+STEP = 1  # that the file is of
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _empty(layout: Layout, plan: Plan, rank: int) -> Tensor:
 
 def _lay_out(path: Path, entries: Sequence[Entry], attributes: dict[str, Any]) -> list[Slot]:
     slots = [Slot(entry.name, entry.layout.shape, entry.layout.dtype) for entry in ranges.file_order(entries)]
-    return format.lay_out(path, slots, SLOT_STEP, attributes)
+    return format.lay_out(path, slots, STEP, attributes)
 
 
 def _index(path: Path) -> Index:
