@@ -7,6 +7,8 @@ The digest is XXH3-64 with seed 0 (github.com/Cyan4973/xxHash): it finds damage,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import xxhash
 
 ALGORITHM = "xxh3_64"
@@ -21,6 +23,14 @@ def count(nbytes: int) -> int:
 def digest(data: bytes | memoryview) -> int:
     """The checksum of one block."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def digest_of_all(parts: Iterable[bytes]) -> int:
+    """The checksum of parts that lie one after another."""
+    whole = xxhash.xxh3_64()
+    for part in parts:
+        whole.update(part)
+    return whole.intdigest()
 
 
 def digests(data: bytes | memoryview) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,13 +36,27 @@ class Place:
     slot: Slot
     table: int | None = None
 
+    def read(self) -> Tensor:
+        """All its elements, flat, in its dtype."""
+        (memory,) = read(self.path, [Part(self.slot, 0, prod(self.slot.shape))], self.table)
+        return memory
+
+
+class Source(Protocol):
+    """A tensor that can be read; of its ``slot`` the name, the shape and the dtype have a meaning."""
+
+    slot: Slot
+
+    def read(self) -> Tensor:
+        """All its elements, flat, in its dtype."""
+
 
 @dataclass(frozen=True)
 class Move:
     """One tensor of theirs and its parts, on the two sides: as many places as parts on ours, one on theirs."""
 
     theirs: Theirs
-    sources: tuple[Place, ...]
+    sources: tuple[Source, ...]
     targets: tuple[Place, ...]
 
     @property
@@ -69,7 +84,7 @@ def carry(moves: Sequence[Move], ranks: int, rank: int, tell: Tell = quiet, sums
 def _carry(move: Move, sums: np.ndarray | None) -> Iterator[int]:
     """Read and write one move; gives the bytes of each write."""
     parts = move.theirs.parts
-    held = [_matrix(place) for place in move.sources]
+    held = [_matrix(source) for source in move.sources]
     if len(held) < len(parts):
         held = list(held[0].split([part.shape[-1] for part in parts], 1))
     views = [one.t() if part.turned else one for one, part in zip(held, parts, strict=True)]
@@ -80,11 +95,10 @@ def _carry(move: Move, sums: np.ndarray | None) -> Iterator[int]:
         yield from _write([view], place, sums)
 
 
-def _matrix(place: Place) -> Tensor:
+def _matrix(source: Source) -> Tensor:
     """A tensor of a file; a vector as one row."""
-    slot = place.slot
-    (memory,) = read(place.path, [Part(slot, 0, prod(slot.shape))], place.table)
-    return memory.view(slot.shape if len(slot.shape) > 1 else (1, -1))
+    shape = source.slot.shape
+    return source.read().view(shape if len(shape) > 1 else (1, -1))
 
 
 def _write(views: Sequence[Tensor], place: Place, sums: np.ndarray | None) -> Iterator[int]:

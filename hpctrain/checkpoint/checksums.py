@@ -8,7 +8,7 @@ never came into the file are found at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from hpctrain.errors import CheckpointError, DamagedError
 
 DIGEST_BYTES = 8
 HOST_BYTES = 64 << 20  # of a GPU's memory, brought to the host at once
+WINDOW = 1 << 20  # blocks whose digests ranks bring together at once: 16 MiB, whatever the size of the file
 LEAST = torch.iinfo(torch.int64).min
 OLDER = "go on from an older checkpoint, or copy it again from where it is whole"
 
@@ -67,25 +68,20 @@ def split(slot: Slot, pieces: Iterable[Piece]) -> tuple[list[Span], list[Torn]]:
 
 @dataclass(frozen=True)
 class Made:
-    """The digests that this rank has made of a file's blocks, and for which blocks it has one."""
+    """The digests that this rank has made of a file's blocks, by the number of the block; live."""
 
-    values: np.ndarray
-    known: np.ndarray
-
-    @classmethod
-    def none(cls, count: int) -> Made:
-        """Of ``count`` blocks not one yet."""
-        return cls(np.zeros(count, np.uint64), np.zeros(count, bool))
+    count: int
+    """Blocks of the file, most of which are other ranks'."""
+    values: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, slots: Iterable[Slot]) -> Made:
         """Of a file's blocks not one yet."""
-        return cls.none(sum(slot.blocks for slot in slots))
+        return cls(sum(slot.blocks for slot in slots))
 
     def put(self, number: int, values: Sequence[int]) -> None:
         """Take in the digests of blocks that lie one after another, from number ``number`` on."""
-        self.values[number : number + len(values)] = values
-        self.known[number : number + len(values)] = True
+        self.values.update(enumerate(values, number))
 
     def see(self, piece: Piece) -> None:
         """Digest the blocks that lie whole in a piece, whose ``of`` is its tensor's slot. Threads may call it."""
@@ -94,15 +90,23 @@ class Made:
 
     def has(self, number: int, count: int) -> bool:
         """Whether it has the digests of ``count`` blocks from ``number`` on."""
-        return bool(self.known[number : number + count].all())
+        return all(one in self.values for one in range(number, number + count))
 
-    def told(self) -> Tensor:
-        """The digests d as (d, ~d), so that one maximum over ranks gives the greatest and the least of a block.
+    def windows(self) -> Iterator[Tensor]:
+        """WINDOW blocks at a time their digests d as (d, ~d): a maximum over ranks gives a block's greatest and least.
 
         They are shifted to signed numbers, since ranks can reduce those; where it has none, the least there is.
         """
-        signed = torch.from_numpy(self.values.view(np.int64)) ^ LEAST
-        return torch.stack([signed, ~signed]).where(torch.from_numpy(self.known), LEAST)
+        numbers = np.array(sorted(self.values), np.int64)
+        values = np.array([self.values[number] for number in numbers.tolist()], np.uint64)
+        for start in range(0, self.count, WINDOW):
+            stop = min(start + WINDOW, self.count)
+            first, last = np.searchsorted(numbers, (start, stop))
+            places = torch.from_numpy(numbers[first:last] - start)
+            signed = torch.from_numpy(values[first:last].view(np.int64)) ^ LEAST
+            window = torch.full((2, stop - start), LEAST)
+            window[0, places], window[1, places] = signed, ~signed
+            yield window
 
 
 def add_whole(made: Made, parts: Sequence[Written]) -> list[Torn]:
@@ -126,15 +130,20 @@ def add_torn(path: Path, made: Made, torn: Sequence[Torn]) -> None:
 def met(path: Path, parts: Sequence[Written], made: Made, group: Group) -> np.ndarray:
     """The digests of all blocks of a file, from those that each rank has ``made`` of what it wrote, its ``parts``.
 
-    Collective. Raises CheckpointError on all ranks where sharers of a block differ: then the file does not have what
-    was written.
+    They are for the leading rank; the others, which hold no more than a window of them, get none. Collective. Raises
+    CheckpointError on all ranks where sharers of a block differ: then the file does not have what was written.
     """
-    told = made.told().to(group.device)
-    group.all_reduce(told, "max")
-    found, other = told[0].cpu(), ~told[1].cpu()
-    wrong = [int(number) for number in (found != other).nonzero().flatten()[:1]]
+    told, wrong, start = np.empty(made.count if group.leads else 0, np.uint64), [], 0
+    for window in made.windows():
+        window = window.to(group.device)
+        group.all_reduce(window, "max")
+        found, other = window[0].cpu(), ~window[1].cpu()
+        wrong += [start + int(number) for number in (found != other).nonzero().flatten()[: 1 - len(wrong)]]
+        if group.leads:
+            told[start : start + len(found)] = (found ^ LEAST).numpy().view(np.uint64)
+        start += len(found)
     together(group, lambda: _refuse(path, parts, wrong), f"checking {path}")
-    return (found ^ LEAST).numpy().view(np.uint64)
+    return told
 
 
 def joined(own: np.ndarray, group: Group) -> np.ndarray:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpctrain.checkpoint import disk, format, keep
 from hpctrain.checkpoint.choice import FLOATS, all_fit, named, takes
@@ -21,6 +23,8 @@ from hpctrain.comm.group import Group
 from hpctrain.errors import CheckpointError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+Fetch = Callable[[Sequence[Part]], list[Tensor]]
+"""Gives the elements of parts, flat, in the dtype that they have where they come from."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,25 @@ def convert(path: Path, index: Index, out: Path, group: Group, change: Change, t
     CheckpointError where something has that name already, and DamagedError where what is read is damaged.
     """
     pairs = change.pairs(path, index)
-    begun = led(group, lambda: _begin(out, [new for _, new in pairs.values()], index), f"laying out {out}")
+
+    def fetch(parts: Sequence[Part]) -> list[Tensor]:
+        return read(path, [one.of(pairs[one.slot.name][0]) for one in parts], index.table)
+
+    wanted = [new for _, new in pairs.values()]
+    return write_anew(out, wanted, index.step, index.attributes, fetch, group, tell)
+
+
+def write_anew(
+    out: Path, wanted: Sequence[Slot], step: int, attributes: dict[str, Any], fetch: Fetch, group: Group, tell: Tell
+) -> Converted:
+    """Write a checkpoint of the tensors ``wanted``, whose elements ``fetch`` gives part by part in a dtype of its own.
+
+    Collective, and as careful with ``out`` as ``convert``.
+    """
+    begun = led(group, lambda: _begin(out, wanted, step, attributes), f"laying out {out}")
     part, slots = Path(begun["part"]), [Slot(**slot | {"shape": tuple(slot["shape"])}) for slot in begun["slots"]]
-    moved = Moved(path, {name: old for name, (old, _) in pairs.items()}, index.table, part, slots)
     try:
-        sums, overflowed = together(group, lambda: _write(moved, group, tell), f"writing {out}")
+        sums, overflowed = together(group, lambda: _write(fetch, part, slots, group, tell), f"writing {out}")
         told = torch.from_numpy(np.append(sums.view(np.int64), overflowed)).to(group.device)
         group.all_reduce(told, "sum")
         sums, overflowed = told[:-1].cpu().numpy().view(np.uint64), int(told[-1])
@@ -81,21 +99,10 @@ def convert(path: Path, index: Index, out: Path, group: Group, change: Change, t
         if group.leads:
             part.unlink(missing_ok=True)
         raise
-    return Converted(str(out), index.step, len(slots), sum(slot.nbytes for slot in slots), overflowed)
+    return Converted(str(out), step, len(slots), sum(slot.nbytes for slot in slots), overflowed)
 
 
-@dataclass(frozen=True)
-class Moved:
-    """From which file, by new name, with its checksums at ``table``, to which places of which file."""
-
-    path: Path
-    sources: Mapping[str, Slot]
-    table: int | None
-    part: Path
-    slots: Sequence[Slot]
-
-
-def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]:
+def _begin(out: Path, wanted: Sequence[Slot], step: int, attributes: dict[str, Any]) -> dict[str, object]:
     if out.exists():
         raise CheckpointError(f"{out} is there already", "a file is never written over", "give another name")
     ordered = sorted(wanted, key=lambda slot: (slot.nbytes >= format.ALIGN_FROM_BYTES, slot.name))
@@ -105,7 +112,7 @@ def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]
     keep.check_room(out.parent, format.needed_bytes(ordered))
     part = out.parent / keep.part_name(out.name)
     try:
-        placed = format.lay_out(part, ordered, index.step, index.attributes)
+        placed = format.lay_out(part, ordered, step, attributes)
         disk.reserve(part)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -113,29 +120,29 @@ def _begin(out: Path, wanted: Sequence[Slot], index: Index) -> dict[str, object]
     return {"part": str(part), "slots": [asdict(slot) for slot in placed]}
 
 
-def _write(moved: Moved, group: Group, tell: Tell) -> tuple[np.ndarray, int]:
+def _write(fetch: Fetch, part: Path, slots: Sequence[Slot], group: Group, tell: Tell) -> tuple[np.ndarray, int]:
     """Convert this rank's share; gives its checksums, 0 for all other blocks, and how many numbers overflowed."""
-    sums, overflowed = np.zeros(sum(slot.blocks for slot in moved.slots), np.uint64), 0
-    for parts in mine(moved.slots, group, tell):
-        found = read(moved.path, [one.of(moved.sources[one.slot.name]) for one in parts], moved.table)
+    sums, overflowed = np.zeros(sum(slot.blocks for slot in slots), np.uint64), 0
+    for parts in mine(slots, group, tell):
+        found = fetch(parts)
         ready = [memory.to(getattr(torch, one.slot.dtype)) for one, memory in zip(parts, found, strict=True)]
-        disk.write(moved.part, [_piece(one, memory) for one, memory in zip(parts, ready, strict=True)], sync=False)
+        disk.write(part, [_piece(one, memory) for one, memory in zip(parts, ready, strict=True)], sync=False)
         for one, before, after in zip(parts, found, ready, strict=True):
             values = made(after)
             first = one.slot.first + one.block
             sums[first : first + len(values)] = values
             if before is not after and after.is_floating_point():
                 overflowed += int((_wide(before).isfinite() & ~_wide(after).isfinite()).sum())
-    sync_file(moved.part)
+    sync_file(part)
     return sums, overflowed
 
 
-def _wide(numbers: torch.Tensor) -> torch.Tensor:
+def _wide(numbers: Tensor) -> Tensor:
     """torch tests one-byte floats for infinities only after widening."""
     return numbers if numbers.element_size() > 1 else numbers.float()
 
 
-def _piece(part: Part, memory: torch.Tensor) -> disk.Piece:
+def _piece(part: Part, memory: Tensor) -> disk.Piece:
     return disk.Piece(part.at, memory.view(torch.uint8))
 
 

@@ -61,7 +61,7 @@ class Flight:
 
     def __init__(self, step: int, part: Path, acts: Acts, blocks: int, group: Group, sync: bool) -> None:
         self.step, self.part, self.group = step, part, group
-        self._acts, self._sync, self._made = acts, sync, Made.none(blocks)
+        self._acts, self._sync, self._made = acts, sync, Made(blocks)
         self._written: list[Written] = []
         self._torn: list[Torn] = []
         self._given_up = Event()

@@ -16,14 +16,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint.blocks import ALGORITHM, BLOCK_BYTES, count, digest
+from hpctrain.checkpoint.blocks import ALGORITHM, BLOCK_BYTES, count, digest_of_all
 from hpctrain.checkpoint.hdf5 import VARIABLE, h5a, h5d, h5f, h5g, h5o, h5p, h5py, h5s, h5t
 from hpctrain.errors import CheckpointError, DamagedError, IncompleteError
 from hpctrain.plan.layout import ITEMSIZE
@@ -38,6 +38,7 @@ MEGABYTE = 1 << 20
 OBJECT_BYTES = 1024  # HDF5's bookkeeping for one dataset, from above
 OTHER_LOCKING = "flag values don't match"  # HDF5 has no number for it
 DIGEST = h5t.STD_U64LE
+TABLE_ROWS = 1 << 20  # checksums that are read at once: of a file of terabytes there are more than memory is for
 TEXT = h5py.string_dtype()
 SCALAR = h5s.create(h5s.SCALAR)
 
@@ -144,7 +145,7 @@ def mark_complete(path: Path, checksums: np.ndarray) -> None:
     with h5py.File(path, "r+", libver="earliest", locking=False) as file:
         table = h5d.open(file.id, CHECKSUMS.encode())
         if checksums.size:
-            table.write(h5s.ALL, h5s.ALL, checksums.astype("<u8"), DIGEST)
+            table.write(h5s.ALL, h5s.ALL, checksums.astype("<u8", copy=False), DIGEST)
         h5a.open(file.id, b"seal").write(np.array(_seal(file, tuple(_slots(file.id))), np.uint64))
         h5a.open(file.id, b"complete").write(np.array(1, np.uint8))
 
@@ -252,7 +253,9 @@ def _seal(file: h5py.File, slots: Sequence[Slot]) -> int:
     """The checksum of all that the file says, save the tensors' own bytes, which the table speaks for."""
     lines = [str(file.attrs["step"]), file.attrs["attributes"]]
     lines += [f"{slot.name} {slot.dtype} {list(slot.shape)} {slot.first}" for slot in slots]
-    return digest("\n".join(lines).encode() + file[CHECKSUMS][...].tobytes())
+    table = file[CHECKSUMS]
+    rows = (table[row : row + TABLE_ROWS].tobytes() for row in range(0, len(table), TABLE_ROWS))
+    return digest_of_all(chain(["\n".join(lines).encode()], rows))
 
 
 def _create_table(file: h5f.FileID, blocks: int) -> None:

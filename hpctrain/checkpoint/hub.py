@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint import checksums, disk, format, inspect, keep, safetensors
-from hpctrain.checkpoint.carry import Move, Place, carry
+from hpctrain.checkpoint import checksums, disk, format, inspect, keep, safetensors, sources, translate
+from hpctrain.checkpoint.carry import Move, Place, Source, carry
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.parts import Tell, quiet
 from hpctrain.checkpoint.save import sync_file
@@ -79,16 +79,21 @@ def bring(
     sequence: int | None = None,
     dtype: str | None = None,
     tell: Tell = quiet,
+    only: Iterable[str] = ("*",),
+    rename: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Write the weights of a model folder as a checkpoint of step 0, and its ``[model]`` beside; gives what was made.
 
+    The folder's tensors are in safetensors or in torch DCP; ``only`` and ``rename`` as in ``sources.opened``.
     ``out`` is a new file that ends in ``.h5``. ``sequence`` is the length of a sample, where it is not to be the
     longest that the model tells. Numbers keep their dtype where none is given. Collective; errors as in ``export``,
     and ConfigError for a model that ours cannot compute.
     """
     told = led(group, lambda: _look_there(folder, out), f"looking at {folder}")
     config, model = told["config"], hub_config.ours(told["config"], sequence)
-    found = {name: Place(folder / file, _slot(slot)) for name, (file, slot) in told["slots"].items()}
+    found = sources.opened(folder, told, only, rename)
+    if told["kind"] == "dcp":
+        found = translate.translated(found, _names(config, model), ModelShape.of(model, model.vocabulary))
     wanted = _theirs(folder, config, model, found)
     slots = _targets(wanted, found, dtype)
     begun = led(group, lambda: _begin(out, slots, model, config), f"laying out {out}")
@@ -127,13 +132,20 @@ def _ours(path: Path, index: Index, model: ModelConfig) -> dict[str, Slot]:
     return slots
 
 
-def _theirs(folder: Path, config: dict[str, Any], model: ModelConfig, found: Mapping[str, Place]) -> tuple[Theirs, ...]:
+def _theirs(
+    folder: Path, config: dict[str, Any], model: ModelConfig, found: Mapping[str, Source]
+) -> tuple[Theirs, ...]:
     """The tensors of a folder that are wanted; CheckpointError where they are not those of its config."""
     naming, shape = hub_config.architecture(config).naming, ModelShape.of(model, model.vocabulary)
     wanted = hub.headless(naming, hub.tensors(naming, shape), found)
-    told = hub.faults(naming, shape, wanted, {name: place.slot.shape for name, place in found.items()})
+    told = hub.faults(naming, shape, wanted, {name: one.slot.shape for name, one in found.items()})
     _raise_faults(folder, told, f"take the weights and the {CONFIG} of one model")
     return wanted
+
+
+def _names(config: dict[str, Any], model: ModelConfig) -> list[str]:
+    naming, shape = hub_config.architecture(config).naming, ModelShape.of(model, model.vocabulary)
+    return [one.name for one in hub.tensors(naming, shape)]
 
 
 def _raise_faults(path: Path, faults: Sequence[str], mend: str) -> None:
@@ -153,7 +165,7 @@ def _files(wanted: Sequence[Theirs], slots: Mapping[str, Slot], limit: int, dtyp
     return {name.format(number): [made[one] for one in part] for number, part in enumerate(split, 1)}
 
 
-def _targets(wanted: Sequence[Theirs], found: Mapping[str, Place], dtype: str | None) -> list[Slot]:
+def _targets(wanted: Sequence[Theirs], found: Mapping[str, Source], dtype: str | None) -> list[Slot]:
     """The tensors of the checkpoint that is to be made, in the order of its file."""
     made = [
         Slot(_name(part), part.weight.shape, dtype or found[one.name].slot.dtype)
@@ -186,13 +198,18 @@ def _report(source: Path, out: Path, config: dict[str, Any], moves: Sequence[Mov
 # ---- what the leading rank does alone --------------------------------------------------------------------------------
 
 
-def _look(source: Path, out: Path) -> dict[str, Any]:
+def check_new(out: Path) -> None:
+    """Refuse a folder that has something in it."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise CheckpointError(
             f"{out} is there already, and is not an empty folder",
             "files of two models in one folder would be taken for one",
             "give another folder, or empty this one",
         )
+
+
+def _look(source: Path, out: Path) -> dict[str, Any]:
+    check_new(out)
     path, index = inspect.find(source)
     model = index.attributes.get("config", {}).get("model")
     if model is None:
@@ -219,11 +236,10 @@ def _look_there(folder: Path, out: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG} is not JSON", str(error), safetensors.AGAIN) from None
     hub_config.architecture(config)  # before its tensors are looked for, whose names may be of any kind
-    slots = safetensors.read_folder(folder)
-    return {"config": config, "slots": {name: [file, asdict(slot)] for name, (file, slot) in slots.items()}}
+    return {"config": config} | sources.look(folder)
 
 
-def _aside(out: Path) -> Path:
+def place_aside(out: Path) -> Path:
     """A name to write ``out`` aside under, beside it; what killed runs left there is removed."""
     out = Path(os.path.abspath(out))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +249,7 @@ def _aside(out: Path) -> Path:
 
 
 def _lay_out(out: Path, files: Mapping[str, Sequence[Slot]]) -> dict[str, Any]:
-    aside = _aside(out)
+    aside = place_aside(out)
     aside.mkdir()
     try:
         placed = {file: safetensors.lay_out(aside / file, slots) for file, slots in files.items()}
@@ -260,7 +276,7 @@ def _publish_folder(aside: Path, out: Path, files: Mapping[str, Sequence[Slot]],
 
 
 def _begin(out: Path, slots: Sequence[Slot], model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
-    aside = _aside(out)
+    aside = place_aside(out)
     attributes = {"config": {"model": model.model_dump()}, "imported": config}
     try:
         placed = format.lay_out(aside, slots, 0, attributes)

@@ -100,9 +100,19 @@ class Reading:
         return 0 if self.near is self.target else self.near.nbytes
 
 
+def readings(index: Index, entries: Sequence[Entry], state: State, verify: bool = True) -> Iterator[Reading]:
+    """What this rank reads of a file that fits; nothing is read yet."""
+    slots = {slot.name: slot for slot in index.slots}
+    return _readings([(entry, slots[entry.name]) for entry in entries], state, index.table if verify else None)
+
+
+def _readings(wanted: Sequence[tuple[Entry, Slot]], state: State, table: int | None) -> Iterator[Reading]:
+    return (_reading(entry, slot, state, table) for entry, slot in wanted if entry.rank is not None)
+
+
 def _read(path: Path, index: Index, wanted: Sequence[tuple[Entry, Slot]], state: State, verify: bool) -> None:
     table = index.table if verify else None
-    for batch in _batches(_reading(entry, slot, state, table) for entry, slot in wanted if entry.rank is not None):
+    for batch in _batches(_readings(wanted, state, table)):
         _fill(path, batch, table)
 
 

@@ -58,13 +58,23 @@ def agree(state: State, mesh: Mesh, group: Group) -> tuple[Entry, ...]:
     Raises CheckpointError on all ranks when two disagree about a name, or when holders leave elements out.
     """
     together(group, lambda: _check(state, mesh, group), "checking what is saved")
-    mine = {name: held.layout.to_json() for name, held in sorted(state.items())}
-    digests = group.collect(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
+    mine = catalog({name: held.layout for name, held in state.items()})
+    digests = group.collect(digest(mine))
     distinct = list(dict.fromkeys(digests))
     shared = {digest: group.share(mine, digests.index(digest)) for digest in distinct if len(distinct) > 1}
     layouts, sides = _merged(shared or {distinct[0]: mine}, digests)
     views: dict[frozenset[str], View] = {}
     return tuple(_entry(name, layouts[name], sides[name], digests, mesh, group.rank, views) for name in sorted(layouts))
+
+
+def catalog(layouts: Mapping[str, Layout]) -> dict[str, dict[str, Any]]:
+    """What a rank tells the others of its tensors."""
+    return {name: layout.to_json() for name, layout in sorted(layouts.items())}
+
+
+def digest(catalog: Mapping[str, dict[str, Any]]) -> str:
+    """What tells catalogs apart."""
+    return hashlib.sha256(json.dumps(catalog).encode()).hexdigest()
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -130,6 +130,32 @@ def ckpt(
         _print(run(folder, world, plan), world, as_json, title)
 
 
+@app.command("scale")
+def scale(
+    config: ConfigPath,
+    ranks: Annotated[int, typer.Option(help="Ranks that the run would have.", min=1)] = 16384,
+    rank: Annotated[
+        list[int] | None, typer.Option(help="Play this rank too, beside the leading one. Repeatable.", min=0)
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="The tokenizer's tokens, where the data does not tell them.", min=1)
+    ] = None,
+    set: Overrides = None,  # noqa: A002 - the option's name
+    as_json: AsJson = False,
+) -> None:
+    """Measure what a checkpoint costs beside its data, in one process that plays a rank of any number of them.
+
+    Seconds, and the most resident memory of the process, torch included. Needs no launcher and no machine.
+    """
+    from hpctrain.bench.scale import run
+    from hpctrain.cli.plan import tokens
+    from hpctrain.config import load
+
+    chosen = load(config, tuple(set or ()))
+    rows = run(chosen, ranks, vocabulary or tokens(chosen), tuple(rank or ()))
+    _show(rows, as_json, f"{ranks} ranks, one process that plays them")
+
+
 @app.command("start")
 def start(
     config: ConfigPath,

@@ -28,11 +28,11 @@ def plan(
     from hpctrain.plan.topology import Topology
 
     chosen = load(config, tuple(set or ()))
-    found = decide(chosen, Topology(("node",) * ranks), vocabulary or _tokens(chosen))
+    found = decide(chosen, Topology(("node",) * ranks), vocabulary or tokens(chosen))
     print(json.dumps(found.to_json(), indent=2) if as_json else found.show())
 
 
-def _tokens(config: Config) -> int:
+def tokens(config: Config) -> int:
     """The tokenizer's number of tokens, as far as it is known before the text is prepared."""
     from hpctrain.data.tokens import describe
     from hpctrain.errors import ConfigError

@@ -267,10 +267,7 @@ def test_saves_that_cannot_be_in_the_background_are_whole_when_they_have_begun(
     if said:
         point._write = save.mpio  # it needs MPI, and these ranks have none
 
-        def write(path: Path, entries, state, slots, group, knobs) -> None:
-            save.direct(path, entries, state, slots, group, knobs)
-
-        point.save = lambda step, state, attributes, whole=point.save: _with(point, write, whole, step, state)
+        point.save = lambda step, state, attributes, whole=point.save: _with(point, save.direct, whole, step, state)
     state = states.filled(ROWS, Mesh((("dp", 1),)), 0)
     assert [point.begin(step, state, {}) for step in (1, 2)] == [tmp_path / f"step-0000000{n}.h5" for n in (1, 2)]
     assert [record.getMessage() for record in caplog.records] == [

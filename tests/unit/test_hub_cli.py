@@ -57,3 +57,35 @@ def test_what_is_no_size_is_wrong_use(text: str, source: Path, tmp_path: Path):
         told("export", source, tmp_path / "hf", f"--shard-size={text}")
     assert str(error.value) == f"--shard-size {text} is no size\n  give bytes, or a unit as in 500MB or 2GiB"
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_checkpoint_goes_out_as_torch_dcp_and_its_folder_is_known_when_it_comes_in(source: Path, tmp_path: Path):
+    out = told("export", source, tmp_path / "dcp", "--to", "dcp", "--dtype", "bfloat16")
+    assert out.stdout.startswith(f"{tmp_path}/dcp: 25 files of torch DCP; 25 tensors, ")
+    assert out.stderr.splitlines()[-1].startswith("export 100%")
+    some = ("--only", "blocks.*", "--rename", "blocks.*=layers.*")
+    back = told("import", tmp_path / "dcp", tmp_path / "back.h5", *some)
+    assert back.stdout.startswith(f"{tmp_path}/back.h5: taken as they are; 22 tensors, ")
+    assert back.stderr.splitlines()[-1].startswith("import 100%")
+    inside = json.loads(told("inspect", tmp_path / "back.h5", "--json").stdout)
+    assert {row["dtype"] for row in inside["tensors"]} == {"bfloat16"}
+    assert all(row["name"].startswith("model/layers.") for row in inside["tensors"])
+    assert not (tmp_path / "back.toml").exists()
+
+
+@pytest.mark.parametrize("text", ["a", "=b", "a="])
+def test_what_is_no_pair_of_names_is_wrong_use(text: str, tmp_path: Path):
+    with pytest.raises(UsageError) as error:
+        told("import", tmp_path, tmp_path / "back.h5", "--rename", text)
+    what = f"--rename {text} is no pair of names\n  give the name there and the name here: app.*=*"
+    assert str(error.value) == what
+
+
+def test_tensors_that_are_taken_as_they_are_have_no_length_of_a_sample(source: Path, tmp_path: Path):
+    told("export", source, tmp_path / "dcp", "--to", "dcp")
+    with pytest.raises(UsageError) as error:
+        told("import", tmp_path / "dcp", tmp_path / "back.h5", "--sequence", "8")
+    assert str(error.value) == (
+        f"--sequence 8, and {tmp_path}/dcp has no config.json\n"
+        "  tensors that are taken as they are make no [model]\n  leave it out"
+    )
