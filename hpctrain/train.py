@@ -56,7 +56,7 @@ def train(config: Config, world: World) -> int:
     batches = open_data(config, groups)  # text becomes tokens, once
     plan = decide(config, world.topology, batches.vocabulary)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
-    checkpoint = Checkpoint(config.checkpoint, config.run.folder / "checkpoints", plan.mesh, groups.whole)
+    checkpoint = Checkpoint(config.checkpoint, config.run.folder / "checkpoints", plan.mesh, groups.whole, world.host)
     about = {"plan": plan.to_json(), "config": config.model_dump()}
 
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new
@@ -71,6 +71,10 @@ def train(config: Config, world: World) -> int:
                 last = stop or step + 1 == config.train.steps
                 saved = (checkpoint.save if last else checkpoint.save_if_room)(step + 1, job.state, about)
                 log.say(f"saved {saved}" if saved else f"step {step + 1} was not saved, and training goes on")
+                if last:
+                    checkpoint.near.clear()  # what the nodes have is older now
+            elif checkpoint.near.due(step + 1) and checkpoint.near.save_if_room(step + 1, job.state):
+                log.say(f"saved step {step + 1} near, on the nodes' own disks")
             if stop:
                 break
     log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
