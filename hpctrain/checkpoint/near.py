@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import keep, near_read
-from hpctrain.checkpoint.near_file import Head, place, read_head
+from hpctrain.checkpoint.near_file import Head, placed, read_head
 from hpctrain.checkpoint.near_read import Part, Save
 from hpctrain.checkpoint.near_write import keepers, write
 from hpctrain.checkpoint.save import parts
@@ -73,15 +73,15 @@ class Near:
 
         On an error all ranks raise it, and what was there before is whole.
         """
-        place_, entries = self._open(), agree(state, self.mesh, self.group)
+        where, entries = self._open(), agree(state, self.mesh, self.group)
         told = led(self.group, lambda: [secrets.token_hex(4), self._newest(step)], f"looking into {self.home}")
-        self._on_each_node(lambda: _sweep(place_.folder), f"clearing {place_.folder}")
-        slots = place(entries)
+        self._on_each_node(lambda: _sweep(where.folder), f"clearing {where.folder}")
+        slots = placed(entries)
         pieces = [piece for _, some in parts(entries, state, slots) for piece in some]
         runs = tuple((piece.at, piece.memory.numel()) for piece in pieces)
-        head = Head(place_.mark, told[0], step, told[1], self.group.rank, self.group.size, slots, runs)
-        write(head, pieces, place_.folder, keepers(place_.topology, self.config.near_copies), self.group)
-        self._on_each_node(lambda: _prune(place_.folder, head.save), f"clearing {place_.folder}")
+        head = Head(where.mark, told[0], step, told[1], self.group.rank, self.group.size, slots, runs)
+        write(head, pieces, where.folder, keepers(where.topology, self.config.near_copies), self.group)
+        self._on_each_node(lambda: _prune(where.folder, head.save), f"clearing {where.folder}")
 
     def save_if_room(self, step: int, state: State) -> bool:
         """As ``save``; where a disk is full False, with a line in the log, if the run is to go on without."""
@@ -103,12 +103,12 @@ class Near:
         """
         if self.config.near is None:
             return 0
-        place_ = self._open()
+        where = self._open()
         newest = led(self.group, self._newest, f"looking into {self.home}")
-        for save in near_read.saves(self._parts(place_)):
+        for save in near_read.saves(self._parts(where)):
             if save.save in self._useless or save.step <= newer_than or not self._counts(save, newest):
                 continue
-            if self._take(save, place_, entries, state):
+            if self._take(save, where, entries, state):
                 return save.step
             self._useless.add(save.save)
         return 0
@@ -122,13 +122,13 @@ class Near:
 
     # ---- going on ----------------------------------------------------------------------------------------------------
 
-    def _take(self, save: Save, place_: Place, entries: tuple[Entry, ...], state: State) -> bool:
+    def _take(self, save: Save, where: Place, entries: tuple[Entry, ...], state: State) -> bool:
         """Fill ``state``, unless a part is nowhere, or a disk fails."""
-        chosen = self._chosen(save, place_, entries)
+        chosen = self._chosen(save, where, entries)
         if chosen is None:
             return False
         try:
-            near_read.fill(chosen, place_.folder, place_.topology, entries, state, self.group)
+            near_read.fill(chosen, where.folder, where.topology, entries, state, self.group)
         except CheckpointError as error:
             self._say("the near checkpoint of step %d was skipped: %s", save.step, keep.in_a_line(error))
             return False
@@ -137,7 +137,7 @@ class Near:
         self._say("took step %d from the nodes' own disks%s", save.step, beside)
         return True
 
-    def _chosen(self, save: Save, place_: Place, entries: tuple[Entry, ...]) -> list[Part] | None:
+    def _chosen(self, save: Save, where: Place, entries: tuple[Entry, ...]) -> list[Part] | None:
         """A part of each rank, all of them checked."""
         wrong: set[Part] = set()
         right: set[Part] = set()
@@ -147,7 +147,7 @@ class Near:
             if not unseen:
                 return chosen
             knobs = (entries, self.group, self.config.verify)
-            faults = near_read.check(unseen, place_.folder, place_.topology, *knobs)
+            faults = near_read.check(unseen, where.folder, where.topology, *knobs)
             for _, fault in faults:
                 self._say("skipped: %s", fault)
             wrong |= {part for part, _ in faults}
@@ -164,10 +164,10 @@ class Near:
             self._say(line, save.step, after, self.home)
         return newest >= after
 
-    def _parts(self, place_: Place) -> list[Part]:
+    def _parts(self, where: Place) -> list[Part]:
         """What all nodes have; one rank of each looks."""
-        node = place_.topology.node_of(self.group.rank)
-        own = self._on_each_node(lambda: [asdict(part) for part in _look(place_, node)], f"looking at {place_.folder}")
+        node = where.topology.node_of(self.group.rank)
+        own = self._on_each_node(lambda: [asdict(part) for part in _look(where, node)], f"looking at {where.folder}")
         return [Part(**part) for told in self.group.collect(own or []) for part in told]
 
     # ---- the place ---------------------------------------------------------------------------------------------------
@@ -228,17 +228,17 @@ class Near:
             log.warning(line, *values)
 
 
-def _look(place_: Place, node: int) -> Iterator[Part]:
+def _look(where: Place, node: int) -> Iterator[Part]:
     """The parts of this run that a node has. What cannot be read gets a line in the log: its copy may be whole."""
-    for name in sorted(keep.listing(place_.folder)):
+    for name in sorted(keep.listing(where.folder)):
         if not PART_FILE.fullmatch(name):
             continue
         try:
-            head, _ = read_head(place_.folder / name)
+            head, _ = read_head(where.folder / name)
         except (CheckpointError, OSError) as error:
             log.warning("skipped: %s", keep.in_a_line(error))
             continue
-        if head.run == place_.mark:
+        if head.run == where.mark:
             yield Part(node, name, head.save, head.step, head.after, head.rank, head.ranks)
 
 

@@ -78,7 +78,7 @@ class Head:
         return json.dumps(told | {"tensors": tensors}).encode()
 
 
-def place(entries: Sequence[Entry]) -> tuple[Slot, ...]:
+def placed(entries: Sequence[Entry]) -> tuple[Slot, ...]:
     """The tensors with their places in the long range of bytes, which no file's head and no alignment is part of."""
     return _end_to_end([Slot(entry.name, entry.layout.shape, entry.layout.dtype) for entry in file_order(entries)])
 

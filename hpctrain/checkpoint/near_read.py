@@ -20,7 +20,7 @@ from hpctrain.checkpoint import disk, load, near_file
 from hpctrain.checkpoint.disk import Piece
 from hpctrain.checkpoint.format import Index
 from hpctrain.checkpoint.keep import in_a_line
-from hpctrain.checkpoint.near_file import Chain, Head, Run, meet, place, read_head, scatter
+from hpctrain.checkpoint.near_file import Chain, Head, Run, meet, placed, read_head, scatter
 from hpctrain.checkpoint.ranges import file_order, flat_bytes, pieces
 from hpctrain.checkpoint.state import Entry, State
 from hpctrain.checkpoint.streams import Ends, flow
@@ -154,9 +154,9 @@ class Serving(Ends):
 
     def give(self, to: int, start: int, into: Tensor) -> None:
         pieces: dict[Path, list[Piece]] = {}
-        for number, skipped, begin, length in self._out[to].cut(start, into.numel()):
+        for number, skipped, place, length in self._out[to].cut(start, into.numel()):
             path, at = self._files[to][number]
-            pieces.setdefault(path, []).append(Piece(at + skipped, into[begin : begin + length]))
+            pieces.setdefault(path, []).append(Piece(at + skipped, into[place : place + length]))
         for path, some in pieces.items():
             disk.read(path, some)
 
@@ -181,10 +181,10 @@ def _faults(
 
 def _wanted(entries: Sequence[Entry], targets: Mapping[str, Tensor]) -> list[Piece]:
     """Where each run of bytes of what this rank holds goes, ascending."""
-    placed = zip(file_order(entries), place(entries), strict=True)
+    pairs = zip(file_order(entries), placed(entries), strict=True)
     return [
         piece
-        for entry, slot in placed
+        for entry, slot in pairs
         if entry.name in targets
         for piece in pieces(entry, entry.layout.boxes(entry.mesh, entry.rank), targets[entry.name], slot.offset)
     ]
