@@ -57,7 +57,7 @@ def train(config: Config, world: World) -> int:
     batches = open_data(config, groups)  # text becomes tokens, once
     plan = decide(config, world.topology, batches.vocabulary)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
-    checkpoint = Checkpoint(config.checkpoint, config.run.folder / "checkpoints", plan.mesh, groups.whole)
+    checkpoint = Checkpoint(config.checkpoint, config.run.folder / "checkpoints", plan.mesh, groups.whole, world.host)
     about = {"plan": plan.to_json(), "config": config.model_dump()}
 
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new

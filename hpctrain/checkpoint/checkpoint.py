@@ -20,23 +20,30 @@ from hpctrain.checkpoint.flight import Flight
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.format import Index
 from hpctrain.checkpoint.load import begin, load
+from hpctrain.checkpoint.near import Near
 from hpctrain.checkpoint.save import mpio, writer
 from hpctrain.checkpoint.state import Entry, State, agree
 from hpctrain.checkpoint.together import led
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
-from hpctrain.errors import DamagedError, FullError
+from hpctrain.errors import DamagedError, FullError, IncompleteError
 from hpctrain.plan.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """The checkpoints of one run, in one folder. ``group`` is of all ranks of ``mesh``, numbered as there."""
+    """The checkpoints of one run, in one folder. ``group`` is of all ranks of ``mesh``, numbered as there.
 
-    def __init__(self, config: CheckpointConfig, folder: Path, mesh: Mesh, group: Group) -> None:
+    ``host`` names this rank's node, where its host's name does not tell nodes apart.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, folder: Path, mesh: Mesh, group: Group, host: str | None = None
+    ) -> None:
         self.config, self.folder, self.mesh, self.group = config, Path(folder), mesh, group
         self._write = writer(config.writer, group)
+        self.near = Near(config, folder, mesh, group, host)
         self._files = Folder(config, self.folder)
         self._background = Background(self._files, mesh, group)
         self._flight: Flight | None = None
@@ -147,7 +154,7 @@ class Checkpoint:
     # ---- going on ----------------------------------------------------------------------------------------------------
 
     def resume(self, state: State) -> int:
-        """Fill ``state`` from the newest whole checkpoint and give its step.
+        """Fill ``state`` from the newest whole checkpoint, here or near the ranks, and give its step.
 
         One that turns out to be damaged is passed over with a line in the log. With none there it gives 0, and fills
         nothing but what ``checkpoint.start_from`` gives.
@@ -155,8 +162,10 @@ class Checkpoint:
         self.wait()
         entries = agree(state, self.mesh, self.group)
         damaged: list[str] = []
-        looking = f"looking for checkpoints in {self.folder}"
-        while found := led(self.group, lambda: _told(self._files.find(entries, damaged)), looking):
+        while True:
+            step, found = self._look(entries, damaged, state)
+            if step or not found:
+                break
             path, index = Path(found["path"]), Index.from_json(found["index"])
             try:
                 load(path, index, entries, state, self.group, self.config.verify)
@@ -165,9 +174,23 @@ class Checkpoint:
                 damaged.append(path.name)
                 if self.group.leads:
                     log.warning("skipped: %s", keep.in_a_line(error))
-        if self.config.start_from is not None:
+        if not step and self.config.start_from is not None:
             self._start(Path(self.config.start_from), entries, state)
-        return 0
+        return step
+
+    def _look(
+        self, entries: tuple[Entry, ...], damaged: Sequence[str], state: State
+    ) -> tuple[int, dict[str, Any] | None]:
+        """The newest whole file, and before that the step that a newer near checkpoint filled ``state`` with, or 0."""
+        looking = f"looking for checkpoints in {self.folder}"
+        try:
+            found = led(self.group, lambda: _told(self._files.find(entries, damaged)), looking)
+        except IncompleteError:
+            step = self.near.resume(entries, state, newer_than=0)
+            if not step:
+                raise
+            return step, None
+        return self.near.resume(entries, state, newer_than=found["index"]["step"] if found else 0), found
 
     def _start(self, source: Path, entries: tuple[Entry, ...], state: State) -> None:
         """Take from another checkpoint what the configuration says. Collective."""

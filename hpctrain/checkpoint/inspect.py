@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint import keep
 from hpctrain.checkpoint.format import Index, Slot, read_index
+from hpctrain.checkpoint.near_file import refuse_part
 from hpctrain.checkpoint.parts import Part, Tell, quiet, read
 from hpctrain.errors import CheckpointError
 from hpctrain.plan.layout import ITEMSIZE
@@ -37,6 +38,7 @@ def find(path: Path) -> tuple[Path, Index]:
     if not path.is_dir():
         if not path.exists():
             raise CheckpointError(f"{path} is not there", "", "give a checkpoint file, or the folder that has them")
+        refuse_part(path)
         return path, read_index(path)
     found = keep.newest(path, keep.listing(path))
     if found is None:

@@ -41,17 +41,20 @@ class Saver:
         After the ``last`` step there is a checkpoint of it on return. Gives ``save_seconds``, how long the run stood
         still, where it did for a save.
         """
-        checkpoint, began = self.checkpoint, time.perf_counter()
-        if not (last or checkpoint.under_way or checkpoint.due(step)):
+        checkpoint, near, began = self.checkpoint, self.checkpoint.near, time.perf_counter()
+        if not (last or checkpoint.under_way or checkpoint.due(step) or near.due(step)):
             return {}
         self._told(checkpoint.advance)
         if last:
             self._told(checkpoint.wait)
             self.say(f"saved {checkpoint.save(step, self.state, self.attributes)}")
+            near.clear()  # what the nodes have is older now
         elif checkpoint.due(step):
             self._told(checkpoint.make_way)
             self._begun = step
             self._told(lambda: checkpoint.begin(step, self.state, self.attributes))
+        elif near.due(step) and near.save_if_room(step, self.state):
+            self.say(f"saved step {step} near, on the nodes' own disks")
         return {"save_seconds": time.perf_counter() - began}
 
     def _told(self, act: Callable[[], Path | None]) -> None:

@@ -300,6 +300,13 @@ class CheckpointConfig(Section):
     """Which tensors are taken from ``start_from``, as shell patterns; ``["*"]`` takes the optimizer's too."""
     rename: dict[str, str] = {}
     """Names in ``start_from`` and what they are called here; a ``*`` on each side stands for the same text."""
+    near: str | None = None
+    """A folder on each node's own disk or in its memory (``/dev/shm``), for checkpoints between those in the run's
+    folder. Variables such as ``$SLURM_TMPDIR`` are filled in on each node, ``{host}`` with its name."""
+    near_every: int = Field(0, ge=0)
+    """Steps between two saves to ``near``; 0 for none."""
+    near_copies: int = Field(2, ge=1, le=2)
+    """2: the next node has a copy of what each node saves to ``near``, so one node may be lost. 1: none has."""
     writer: Literal["auto", "mpio", "direct"] = "auto"
     """``mpio``: writes through parallel HDF5. ``direct``: each rank writes its byte ranges. The bytes are equal;
     ``auto`` takes ``direct``, which needs no parallel HDF5."""
@@ -310,6 +317,14 @@ class CheckpointConfig(Section):
     """Whether a save ends only when the disk has the bytes (fsync)."""
     hints: dict[str, str | int] = {}
     """Hints that the ``mpio`` writer gives to MPI-IO, e.g. ``cb_nodes``; each MPI library knows its own."""
+
+    @model_validator(mode="after")
+    def _near_has_a_folder(self) -> CheckpointConfig:
+        if self.near_every and self.near is None:
+            what = f"checkpoint.near_every = {self.near_every}, and there is no folder to save to"
+            why = "such a checkpoint lies on the nodes' own disks, or in their memory"
+            raise ConfigError(what, why, 'set checkpoint.near, for instance to "/dev/shm", or near_every to 0')
+        return self
 
 
 class CommConfig(Section):

@@ -1,0 +1,159 @@
+"""Write the parts of a save: each rank's part goes to the disk of its own node, and to that of a partner.
+
+A part is sent as it is gathered, in windows, to every rank that shall write it; the rank itself is one of them. So one
+way leads to both disks, and a rank holds some windows at a time, whatever the size of its part.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint import disk
+from hpctrain.checkpoint.blocks import Digests
+from hpctrain.checkpoint.disk import Piece
+from hpctrain.checkpoint.near_file import Chain, Head, gather
+from hpctrain.checkpoint.streams import Ends, flow
+from hpctrain.checkpoint.together import FULL, together
+from hpctrain.comm.group import Group
+from hpctrain.errors import FullError
+from hpctrain.plan.topology import Topology
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A part that this rank writes: where, and how much of it is head and data."""
+
+    path: Path
+    data_at: int
+    nbytes: int
+
+    @property
+    def aside(self) -> Path:
+        """What it is called until all of it is there."""
+        return self.path.with_name(f".{self.path.name}.aside")
+
+
+def keepers(topology: Topology, copies: int) -> list[tuple[int, ...]]:
+    """The ranks that write each rank's part: itself, and with two copies one on the next node."""
+    return [(rank, *_partner(topology, rank)) if copies > 1 else (rank,) for rank in range(len(topology.hosts))]
+
+
+def part_name(step: int, save: str, rank: int, own: bool) -> str:
+    """The name of a part's file on the node of ``rank``, or on its partner's."""
+    return f"step-{step:08d}.{save}.{rank}.{'own' if own else 'copy'}"
+
+
+def write(head: Head, pieces: Sequence[Piece], folder: Path, writers: Sequence[Sequence[int]], group: Group) -> None:
+    """Write this rank's part, of ``pieces`` in the order of the head's runs, on all nodes that ``writers`` says.
+
+    Collective. On an error of one rank all raise it, and none of the files of this save is left. FullError where there
+    is no room.
+    """
+    told = group.collect([head.data_at, head.nbytes])
+    coming = {
+        rank: Coming(folder / part_name(head.step, head.save, rank, rank == group.rank), *told[rank])
+        for rank, keeping in enumerate(writers)
+        if group.rank in keeping
+    }
+    try:
+        together(group, lambda: _each(coming.values(), _reserve), f"making room in {folder}")
+        data = Sending([piece.memory for piece in pieces], writers, coming, group, at_head=False)
+        flow(data, group, f"writing to {folder}")
+        memory = torch.frombuffer(bytearray(head.to_bytes(data.digests.end())), dtype=torch.uint8)
+        flow(Sending([memory], writers, coming, group, at_head=True), group, f"writing to {folder}")
+        together(group, lambda: _each(coming.values(), _publish), f"writing to {folder}")
+    except BaseException:
+        discard(coming.values())
+        raise
+
+
+def discard(files: Iterable[Coming]) -> None:
+    """Remove what a save has made. Without talking: after an error others may not answer."""
+    for one in files:
+        one.aside.unlink(missing_ok=True)
+        one.path.unlink(missing_ok=True)
+
+
+class Sending(Ends):
+    """The head or the data of every rank's part, on the way to those who write it."""
+
+    def __init__(
+        self,
+        memories: Sequence[Tensor],
+        writers: Sequence[Sequence[int]],
+        coming: dict[int, Coming],
+        group: Group,
+        at_head: bool,
+    ) -> None:
+        self._memories, self._chain = memories, Chain([memory.numel() for memory in memories])
+        self._coming, self._at_head = coming, at_head
+        self._window: tuple[int, Tensor] | None = None
+        self.digests = Digests()
+        self.out_bytes = [self._chain.total if rank in writers[group.rank] else 0 for rank in range(group.size)]
+        self.in_bytes = [self._length(coming.get(rank)) for rank in range(group.size)]
+
+    def give(self, to: int, start: int, into: Tensor) -> None:
+        """The first who is given a window has it gathered and counted in; the others get a copy of that."""
+        if self._window is not None and self._window[0] == start:
+            into.copy_(self._window[1])
+            return
+        gather(self._chain, self._memories, start, into)
+        self.digests.add(memoryview(into.numpy()))
+        self._window = start, into
+
+    def take(self, source: int, start: int, data: Tensor) -> None:
+        one = self._coming[source]
+        at = start if self._at_head else one.data_at + start
+        with _room_for(one):
+            disk.write(one.aside, [Piece(at, data)], sync=False)
+
+    def _length(self, one: Coming | None) -> int:
+        if one is None:
+            return 0
+        return one.data_at if self._at_head else one.nbytes
+
+
+@contextmanager
+def _room_for(one: Coming) -> Iterator[None]:
+    """Tell of a full disk with the mends that there are for this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise FullError(
+            f"{one.path.parent}: a part of {one.data_at + one.nbytes} bytes has no room",
+            f"{error.strerror}; the last parts stay until the next are whole, so there must be room for both",
+            "free space there, give another folder (checkpoint.near), or set checkpoint.near_copies to 1",
+        ) from error
+
+
+def _partner(topology: Topology, rank: int) -> Iterator[int]:
+    """The rank at the same place on the next node, counted round where that has fewer ranks; none on one node."""
+    if len(topology.nodes) > 1:
+        beside = topology.ranks_of((topology.node_of(rank) + 1) % len(topology.nodes))
+        yield beside[topology.local_rank(rank) % len(beside)]
+
+
+def _each(files: Iterable[Coming], act: Callable[[Coming], None]) -> None:
+    for one in files:
+        with _room_for(one):
+            act(one)
+
+
+def _reserve(one: Coming) -> None:
+    """Make the file in its full length, with room for it set aside: so a full disk is met before anything travels."""
+    os.close(os.open(one.aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    os.truncate(one.aside, one.data_at + one.nbytes)
+    disk.reserve(one.aside)
+
+
+def _publish(one: Coming) -> None:
+    os.replace(one.aside, one.path)
