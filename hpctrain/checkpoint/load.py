@@ -267,6 +267,11 @@ def _ranges(
         pieces = [disk.Piece(slot.offset + start, into) for (slot, start, _), into in zip(own, memory, strict=True)]
         disk.read(path, pieces)
         return memory
+    spans = [
+        (slot, checksums.Span(start // BLOCK_BYTES, into)) for (slot, start, _), into in zip(own, memory, strict=True)
+    ]
+    _read_checked(path, [_check_of(slot, span, table) for slot, span in spans if span.memory.numel()])
+    return memory
 
 
 def _aside(torn: checksums.Torn) -> checksums.Span:

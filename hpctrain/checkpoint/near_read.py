@@ -186,7 +186,7 @@ def _wanted(entries: Sequence[Entry], targets: Mapping[str, Tensor]) -> list[Pie
         piece
         for entry, slot in pairs
         if entry.name in targets
-        for piece in pieces(entry, entry.layout.boxes(entry.mesh, entry.rank), targets[entry.name], slot.offset)
+        for piece in pieces(entry, entry.layout.boxes(entry.mesh, entry.rank), targets[entry.name], slot)
     ]
 
 

@@ -4,6 +4,7 @@
 told as a ``ConfigError`` that names the key, its value and the mend. Nothing here imports torch or MPI.
 """
 
+from hpctrain.config.knobs import defaults, fields, is_section, knobs
 from hpctrain.config.read import load, parse
 from hpctrain.config.sections import (
     Auto,
@@ -20,10 +21,6 @@ from hpctrain.config.sections import (
     Section,
     SourceConfig,
     TrainConfig,
-    defaults,
-    fields,
-    is_section,
-    knobs,
 )
 
 __all__ = [

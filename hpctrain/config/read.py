@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpctrain.config.sections import Config, knobs
+from hpctrain.config.knobs import knobs
+from hpctrain.config.sections import Config
 from hpctrain.errors import ConfigError
 
 

@@ -225,5 +225,6 @@ def test_a_tensor_goes_out_and_comes_in_by_parts_of_it(tmp_path: Path):
     source = saved(tmp_path / "run", model_of(layers=1, width=512, mlp_width=1 << 16))  # two matrices of 128 MiB
     words = [sys.executable, "-c", MEASURE, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=250)
-    bound = 2 * (parts.STEP_ELEMENTS * 4) + (16 << 20) + max(disk.READERS, disk.WRITERS) * disk.CHUNK  # one part going, one coming
+    buffers = max(disk.READERS, disk.WRITERS) * disk.CHUNK
+    bound = 2 * (parts.STEP_ELEMENTS * 4) + (16 << 20) + buffers  # one part going, one coming
     assert int(done.stdout) < bound < source.stat().st_size / 2

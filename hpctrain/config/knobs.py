@@ -1,0 +1,44 @@
+"""The keys of a configuration, as other parts of hpctrain list them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from hpctrain.config.sections import Config, Section
+
+
+def knobs() -> dict[str, str]:
+    """Every dotted key with its docstring, in the order of ``sections.py``; ``[]`` stands for each table of a list."""
+    return {key: " ".join((field.description or "").split()) for key, field in fields()}
+
+
+def defaults() -> dict[str, Any]:
+    """Every dotted key with its default, as plain values; None where it is left out."""
+    found = {key: field.get_default() for key, field in fields()}
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def fields(model: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """The keys that hold values, with those of tables in lists."""
+    for name, field in model.model_fields.items():
+        if is_section(field.annotation):
+            yield from fields(field.annotation, f"{prefix}{name}.")
+            continue
+        yield prefix + name, field
+        for part in filter(is_section, get_args(field.annotation)):
+            yield from fields(part, f"{prefix}{name}[].")
+
+
+def is_section(annotation: Any) -> bool:
+    """Whether this is the type of a table of the configuration."""
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _plain(value: Any) -> Any:
+    if value is PydanticUndefined:
+        return None
+    return list(value) if isinstance(value, tuple) else value
