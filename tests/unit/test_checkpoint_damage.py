@@ -305,7 +305,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def content(path: Path) -> tuple:
     """All that a file tells, read with its checksums."""
     index, state = read_index(path), states.blank(SMALL, ALONE, 0)
-    load(path, index, [Entry(name, layout, ALONE, 0) for name, layout in SMALL.items()], state, SoloGroup())
+    load(path, index, [Entry(name, layout, ALONE, 0, (0,)) for name, layout in SMALL.items()], state, SoloGroup())
     return index.step, index.attributes, [states.bits(held.tensor) for held in state.values()]
 
 

@@ -43,7 +43,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def taken(path: Path, layout: Layout, rank: int) -> tuple[State, Callable[[], None]]:
     """A rank's empty state, and what fills it."""
     state = states.blank({"model/a": layout}, MESH, rank)
-    entries, index = [Entry("model/a", layout, MESH, rank)], read_index(path)
+    entries, index = [Entry("model/a", layout, MESH, rank, tuple(range(RANKS)))], read_index(path)
     return state, lambda: load(path, index, entries, state, SoloGroup())
 
 

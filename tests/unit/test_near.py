@@ -10,21 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpctrain.checkpoint import disk, near_read, near_write, streams
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.inspect import find
 from hpctrain.checkpoint.near_file import read_head
-from hpctrain.checkpoint.near_write import keepers
 from hpctrain.checkpoint.state import Held
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import CheckpointConfig
 from hpctrain.errors import CheckpointError, ConfigError, FullError
 from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
-from hpctrain.plan.topology import Topology
 from tests.support import states
 from tests.support.near import Cluster, flip
 
@@ -95,16 +91,6 @@ def test_a_folder_that_is_a_link_is_refused(cluster: Cluster, tmp_path: Path):
     with pytest.raises(CheckpointError, match="rank 2 and 1 more of 4: .* is not ours") as caught:
         cluster.save(6)
     assert "give another folder (checkpoint.near)" in str(caught.value)
-
-
-@given(st.text("abc", min_size=1, max_size=8))
-def test_a_partner_is_on_another_node_whatever_ranks_a_node_has(hosts: str):
-    topology = Topology(tuple(hosts))
-    for rank, keeping in enumerate(keepers(topology, 2)):
-        assert keeping[0] == rank
-        assert {topology.node_of(one) for one in keeping[1:]} == (
-            {(topology.node_of(rank) + 1) % len(topology.nodes)} if len(topology.nodes) > 1 else set()
-        )
 
 
 # ---- going on --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Runs of bytes of near checkpoints: what two lists have in common, and pieces of a chain of them."""
+"""What near checkpoints are decided by: who keeps whose part, and which bytes of it somebody wants."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.near_file import Chain, meet
+from hpctrain.checkpoint.near_write import keepers
+from hpctrain.plan.topology import Topology
 
 RUNS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), max_size=8)
+
+
+@given(st.text("abc", min_size=1, max_size=8))
+def test_a_partner_is_on_another_node_whatever_ranks_a_node_has(hosts: str):
+    topology = Topology(tuple(hosts))
+    for rank, keeping in enumerate(keepers(topology, 2)):
+        assert keeping[0] == rank
+        assert {topology.node_of(one) for one in keeping[1:]} == (
+            {(topology.node_of(rank) + 1) % len(topology.nodes)} if len(topology.nodes) > 1 else set()
+        )
 
 
 @given(RUNS, RUNS)
