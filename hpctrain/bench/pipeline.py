@@ -6,7 +6,7 @@ slowest rank is done. Ours is the runner that trains.
 
     1f1b ...      ours, one for each kind of schedule
     torch-1f1b    torch.distributed.pipelining over gloo, Schedule1F1B
-    torch-...     ScheduleInterleaved1F1B
+    torch-...     ScheduleInterleaved1F1B and, of blocks that compute, ScheduleZBVZeroBubble
 
 Blocks compute, or each stage sleeps for a given time: then ranks may outnumber cores, and what is measured is what the
 runner and its messages add to the schedule. A rank's blocks sleep as long with several chunks as with one.
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from hpctrain.bench.asleep import Bed, fall_asleep
 from hpctrain.bench.peer import process_group
+from hpctrain.bench.pipelining import IN_TWO, Pipelining
 from hpctrain.bench.pipelining import SCHEDULES as PEERS
-from hpctrain.bench.pipelining import Pipelining
 from hpctrain.bench.step import timed
 from hpctrain.cluster.world import World
 from hpctrain.comm.group import Group, SoloGroup
@@ -47,9 +47,9 @@ from hpctrain.schedule.passes import add_messages
 from hpctrain.schedule.simulate import Costs, Timeline, simulate
 from hpctrain.train import set_up_device
 from hpctrain.watch.meter import Meter
-from hpctrain.watch.trace import Trace, costs
+from hpctrain.watch.trace import Trace, bubbles, costs
 
-COMPUTING = ("1f1b", "interleaved", "zb-h1", "zb-v")
+COMPUTING = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 ASLEEP = tuple(SCHEDULES)
 VOCABULARY = 8192  # where the configuration leaves it to a tokenizer
 SMALL = ModelConfig(width=64, heads=1, sequence=128, vocabulary=64)  # of stages that sleep: 128 KiB a message
@@ -107,6 +107,10 @@ class Row:
     bubble: float | None
     """The part of all ranks' time in which they neither compute nor sleep; None where the peer does not tell."""
     simulated_bubble: float | None
+    traced_bubble: float | None
+    """As a run's trace has it, where all that an action takes is work; of our own alone."""
+    traced_simulated: float | None
+    """What the simulator says of the costs in the trace."""
     tokens_per_second: float
     times_torch: float | None
     """How many times as fast as the faster of torch's schedules."""
@@ -123,12 +127,14 @@ def run(scene: Scene, turns: int, kinds: Sequence[str] = ()) -> list[Row]:
     """
     kinds = kinds or (ASLEEP if scene.asleep else COMPUTING)
     contestants: dict[str, Ours | Torchs] = {kind: Ours(scene, kind) for kind in kinds}
-    contestants |= {f"torch-{kind}": Torchs(scene, kind) for kind in PEERS if kind in kinds}
+    peers = [kind for kind in PEERS if kind in kinds and not (scene.asleep and kind in IN_TWO)]
+    contestants |= {f"torch-{kind}": Torchs(scene, kind) for kind in peers}
     taken: dict[str, list[Turn]] = {name: [] for name in contestants}
     for _ in range(turns + 1):
         for name, one in contestants.items():
             seconds, loss = timed(lambda _, one=one: one.turn(), 0, scene.group)
-            taken[name].append(Turn(seconds, loss, _bubble(one.busy(), seconds, scene.group), one.simulated()))
+            bubble = _bubble(one.busy(), seconds, scene.group)
+            taken[name].append(Turn(seconds, loss, bubble, one.simulated(), one.traced()))
     rows = [_row(name, one, taken[name][1:], scene) for name, one in contestants.items()]
     best = max((row.tokens_per_second for row in rows if row.name.startswith("torch-")), default=None)
     return [replace(row, times_torch=best and row.tokens_per_second / best) for row in rows]
@@ -142,6 +148,7 @@ class Turn:
     loss: float
     bubble: float | None
     simulated: Timeline | None
+    traced: dict[str, float]
 
 
 def _bubble(busy: float | None, seconds: float, group: Group) -> float | None:
@@ -160,6 +167,8 @@ def _row(name: str, one: Ours | Torchs, turns: list[Turn], scene: Scene) -> Row:
         simulated_seconds=_median(turn.simulated and turn.simulated.makespan for turn in turns),
         bubble=_median(turn.bubble for turn in turns),
         simulated_bubble=_median(turn.simulated and turn.simulated.bubble for turn in turns),
+        traced_bubble=_median(turn.traced.get("bubble") for turn in turns),
+        traced_simulated=_median(turn.traced.get("simulated_bubble") for turn in turns),
         tokens_per_second=scene.tokens.numel() / seconds,
         times_torch=None,
         loss=turns[-1].loss,
@@ -194,8 +203,8 @@ class Part:
     bed: Bed | None
 
     @classmethod
-    def of(cls, scene: Scene, kind: str) -> Part:
-        """The part of a rank of ``scene``, with the weights of the first step."""
+    def of(cls, scene: Scene, kind: str, ours: bool = True) -> Part:
+        """The part of a rank of ``scene``, with the weights of the first step; for our runner, or for a peer."""
         schedule = add_messages(make(kind, scene.group.size, scene.tokens.shape[0]))
         shape = replace(scene.shape, layers=schedule.stages) if scene.asleep else scene.shape
         parts = spans(shape, schedule.stages, (1,) * schedule.stages if scene.asleep else None)
@@ -203,7 +212,7 @@ class Part:
         model = Transformer(shape, own)
         for weight in mine(shape, own):
             fill(model.get_parameter(weight.name).view(-1), weight, scene.seed)
-        deferred, bed = split(schedule, model), None
+        deferred, bed = split(schedule, model) if ours else Deferred(), None
         if scene.asleep:
             chunks = schedule.stages // scene.group.size
             bed = Bed(*(seconds / chunks for seconds in scene.asleep))
@@ -252,8 +261,14 @@ class Ours:
         """The turn as the simulator sees it."""
         if self.part.bed:
             return self.part.simulated()
-        schedule = self.part.schedule
-        return simulate(schedule, costs(self.trace.timeline(schedule, self.group.collect)))
+        return simulate(self.part.schedule, costs(self._timeline()))
+
+    def traced(self) -> dict[str, float]:
+        """What a run's log says of the turn."""
+        return bubbles(self._timeline())
+
+    def _timeline(self) -> Timeline:
+        return self.trace.timeline(self.part.schedule, self.group.collect)
 
     def gradients(self) -> list[Tensor]:
         """This rank's own."""
@@ -264,7 +279,7 @@ class Torchs:
     """Torch's pipelining with one kind of schedule; live. As ``Ours``."""
 
     def __init__(self, scene: Scene, kind: str) -> None:
-        self.part, group = Part.of(scene, kind), process_group(scene.world, "gloo")
+        self.part, group = Part.of(scene, kind, ours=False), process_group(scene.world, "gloo")
         spans, schedule = self.part.spans, self.part.schedule
         own = {stage: spans[stage] for stage in _own(schedule, scene.group.rank)}
         self.turn = Pipelining(self.part.model, own, schedule.stages, kind, scene.tokens, group).gradients
@@ -274,6 +289,9 @@ class Torchs:
 
     def simulated(self) -> Timeline | None:
         return self.part.simulated() if self.part.bed else None
+
+    def traced(self) -> dict[str, float]:
+        return {}
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.part.model.parameters() if parameter.grad is not None]

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from hpctrain.model.frame import Frame, Tokens
 from hpctrain.model.transformer import Transformer
 from hpctrain.plan.spans import Span
 
-SCHEDULES = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES = {"1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zb-v": ScheduleZBVZeroBubble}
 """Those that are of one kind with ours, by our name; each does the same actions in the same order."""
+IN_TWO = ("zb-v",)
+"""Those that take a backward in two: torch goes through a stage's graph twice, so it must be of torch's own parts."""
 
 
 class Pipelining:
@@ -35,7 +38,8 @@ class Pipelining:
         device = torch.device("cpu")
         stages = [PipelineStage(Stage(model, span), n, count, device, group=group) for n, span in own.items()]
         several = len(stages) > 1
-        self.schedule = SCHEDULES[kind](stages if several else stages[0], len(tokens), self._loss, scale_grads=False)
+        loss = self._plain_loss if kind in IN_TWO else self._loss
+        self.schedule = SCHEDULES[kind](stages if several else stages[0], len(tokens), loss, scale_grads=False)
 
     def gradients(self) -> float:
         """Make the gradients of the mean loss, and give that. All ranks call it."""
@@ -49,6 +53,10 @@ class Pipelining:
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return self.model.price(hidden, targets)[0] / self.tokens.numel()
+
+    def _plain_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(hidden.flatten(0, 1), self.model.head.logits.weight)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum") / self.tokens.numel()
 
 
 class Stage(nn.Module):

@@ -33,7 +33,7 @@ class Bridge:
     """Ranks of several nodes. ``nodes`` lists each node's ranks of the group; the ledger's group is ``comm``'s."""
 
     def __init__(self, comm: MPI.Comm, shared: Shared, nodes: Sequence[Sequence[int]], ledger: Ledger) -> None:
-        self._shared, self._nodes = shared, nodes
+        self._shared, self._nodes, self.bells = shared, nodes, shared.bells
         self._node = next(index for index, ranks in enumerate(nodes) if comm.rank in ranks)
         self._local = nodes[self._node].index(comm.rank)
         self._order = [rank for ranks in nodes for rank in ranks]  # node after node

@@ -9,6 +9,7 @@ from __future__ import annotations
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.bells import Bells
 from hpctrain.comm.group import Handle
 from hpctrain.comm.operation import Ledger, Operation
 from hpctrain.comm.reduce import Reducer
@@ -21,12 +22,15 @@ SAME_TENSOR = "both ranks must mean the same number of elements and the same dty
 class Mail:
     """Messages over a duplicate of ``comm``, so that none is mistaken for a piece of a collective. Collective."""
 
-    def __init__(self, comm: MPI.Comm, ledger: Ledger) -> None:
-        self._wire, self._ledger = Wire(comm.Dup(), ledger, Reducer()), ledger
+    def __init__(self, comm: MPI.Comm, ledger: Ledger, bells: Bells) -> None:
+        self._wire = Wire(comm.Dup(), ledger, Reducer(), bells=bells)
+        self._ledger, self._bells = ledger, bells
 
     def send(self, x: Tensor, to: int, tag: int, later: bool) -> Handle:
         check_place("send", x)
-        return self._started(Operation.of("send", x, root=to), x, self._wire.send(x, to, tag), later)
+        requests = self._wire.send(x, to, tag)
+        self._bells.ring(to)
+        return self._started(Operation.of("send", x, root=to), x, requests, later)
 
     def recv(self, x: Tensor, source: int, tag: int, later: bool) -> Handle:
         check_place("recv", x)
@@ -38,7 +42,7 @@ class Mail:
 
     def _started(self, operation: Operation, x: Tensor, requests: list[MPI.Request], later: bool) -> Handle:
         self._ledger.add(operation)
-        message = Message(self._wire, self._ledger, operation, x, requests)
+        message = Message(self._wire, self._ledger, self._bells, operation, x, requests)
         if not later:
             message.wait()
         return message
@@ -48,9 +52,16 @@ class Message(Handle):
     """A message under way; it holds the tensor until MPI lets go of it."""
 
     def __init__(
-        self, wire: Wire, ledger: Ledger, operation: Operation, x: Tensor, requests: list[MPI.Request]
+        self,
+        wire: Wire,
+        ledger: Ledger,
+        bells: Bells,
+        operation: Operation,
+        x: Tensor,
+        requests: list[MPI.Request],
     ) -> None:
-        self._wire, self._ledger, self._operation, self._number = wire, ledger, operation, ledger.number
+        self._wire, self._ledger, self._bells = wire, ledger, bells
+        self._operation, self._number = operation, ledger.number
         self._x, self._requests = x, requests
         self._statuses = [MPI.Status() for _ in requests]
         self._error: CommError | None = None
@@ -80,12 +91,14 @@ class Message(Handle):
 
     def _end(self) -> None:
         self._requests = []  # MPI would say of requests that have ended that nothing came
-        self._error = self._shortage()
+        if self._operation.kind == "recv":
+            self._error = self._shortage()
+            self._bells.ring(self._operation.root)  # its sender may wait for it to be taken
 
     def _shortage(self) -> CommError | None:
         came = sum(status.Get_count(MPI.BYTE) for status in self._statuses)
         wanted = self._x.numel() * self._x.itemsize
-        if self._operation.kind == "send" or came == wanted:
+        if came == wanted:
             return None
         return CommError(
             f"{self._operation} in group {self._ledger.name}: {came} bytes came, not {wanted}",

@@ -37,8 +37,8 @@ class MpiGroup(Group):
         self.comm = comm  # for others that talk by MPI among the same ranks, as parallel HDF5 does
         self._ledger = Ledger(name, self.ranks, timeout_seconds)
         self._worker = Worker(name, threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-        self._mail = Mail(comm, Ledger(name, self.ranks, timeout_seconds))
         self._transport = open_transport(comm, self._ledger, node_key)
+        self._mail = Mail(comm, Ledger(name, self.ranks, timeout_seconds), self._transport.bells)
         self._failed: Exception | None = None
 
     def barrier(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.bells import Bells
 from hpctrain.comm.desk import HERE, NOWHERE, STAGED, WINDOW, Desk, Slip
 from hpctrain.comm.group import Op
 from hpctrain.comm.operation import Ledger, Operation
@@ -32,12 +33,19 @@ from hpctrain.errors import ShapeError
 
 
 class Shared:
-    """The ranks of a node."""
+    """The ranks of a node; ``bells`` are theirs."""
 
     def __init__(
-        self, comm: MPI.Comm, desk: Desk, stage: Stage, windows: Windows, window: Window, reducer: Reducer
+        self,
+        comm: MPI.Comm,
+        desk: Desk,
+        stage: Stage,
+        windows: Windows,
+        window: Window,
+        reducer: Reducer,
+        bells: Bells,
     ) -> None:
-        self._comm = comm
+        self._comm, self.bells = comm, bells
         self.desk, self.windows = desk, windows
         self._stage, self._window, self._reduce = stage, window, reducer
         self._small = Small(desk, reducer)
@@ -51,7 +59,7 @@ class Shared:
         ``comm`` is this object's own from here on, unless it is None.
         """
         desk_bytes, stage_bytes = Desk.bytes_for(comm.size), Stage.bytes_for(comm.size)
-        window = make(comm, desk_bytes + stage_bytes)
+        window = make(comm, desk_bytes + stage_bytes + 2 * LINE_BYTES)  # a whole line of it is a bell
         if window is None:
             return None
         window.stretches[comm.rank].zero_()
@@ -60,7 +68,9 @@ class Shared:
         desk = Desk(comm, [part[0] for part in parts], window.win.Sync, members, ledger)
         reducer = Reducer()
         stage = Stage([part[1][:stage_bytes] for part in parts], comm.rank, desk.meet, reducer)
-        return cls(comm, desk, stage, Windows(comm), window, reducer)
+        lines = [stretch[-LINE_BYTES:].data_ptr() for stretch in window.stretches]
+        bells = Bells(members[comm.rank], dict(zip(members, lines, strict=True)))
+        return cls(comm, desk, stage, Windows(comm), window, reducer, bells)
 
     def buffer(self, operation: Operation, shared: bool) -> Tensor | None:
         """A new window for a tensor, one for all where ``shared``; None on all ranks where there is no room."""

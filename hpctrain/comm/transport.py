@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.bells import SILENT
 from hpctrain.comm.bridge import Bridge
 from hpctrain.comm.group import Op
 from hpctrain.comm.operation import Ledger, Operation
@@ -40,6 +41,8 @@ def node_of(comm: MPI.Comm, node_key: str | None) -> MPI.Comm:
 
 class Plain:
     """Messages alone, each operation after an agreement that it is the same on all ranks."""
+
+    bells = SILENT
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire

@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.bells import SILENT, Bells
 from hpctrain.comm.group import Op
 from hpctrain.comm.operation import Ledger, Operation
 from hpctrain.comm.patience import Patience
@@ -33,12 +34,22 @@ EXCHANGE_TAG, ROLL_TAG = 1, 2
 class Wire:
     """Messages of one communicator, which must be this object's own."""
 
-    def __init__(self, comm: MPI.Comm, ledger: Ledger, reducer: Reducer, members: Sequence[int] | None = None) -> None:
-        """``members`` are the ranks, within the ledger's group, of this communicator's ranks."""
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        ledger: Ledger,
+        reducer: Reducer,
+        members: Sequence[int] | None = None,
+        bells: Bells = SILENT,
+    ) -> None:
+        """``members`` are the ranks, within the ledger's group, of this communicator's ranks.
+
+        ``bells`` may ring where there is something to look for.
+        """
         self.comm, self.ledger = comm, ledger
         self.rank, self.size = comm.rank, comm.size
         self.members = members or range(comm.size)
-        self._reduce = reducer
+        self._reduce, self._bells = reducer, bells
         self._stuck: list[Any] = []  # requests that will never end still own their memory
 
     # ---- collectives ---------------------------------------------------------------------------------------------
@@ -143,8 +154,8 @@ class Wire:
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait until all are done, while ``goes_on`` and within the limit; whether it came to that."""
-        patience = Patience(self.ledger.limit_seconds)
-        while not MPI.Request.Testall(requests, statuses):
+        patience = Patience(self.ledger.limit_seconds, self._bells)
+        while not over(requests, statuses):
             if not (patience.pause() and goes_on()):
                 return False
         return True
@@ -169,6 +180,11 @@ class Wire:
         while answers and patience.pause():
             answers = {peer: request for peer, request in answers.items() if not request.Test()}
         return sorted(answers)
+
+
+def over(requests: list[MPI.Request], statuses: list[MPI.Status] | None = None) -> bool:
+    """Whether all are done. Open MPI looks first and only then fetches what has come, so it is asked twice."""
+    return MPI.Request.Testall(requests, statuses) or MPI.Request.Testall(requests, statuses)
 
 
 def raw(x: Tensor) -> MPI.buffer:

@@ -15,8 +15,8 @@ Dims: N tokens of all ranks, n of this one, D width, I and O of a map's input an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,12 +32,53 @@ from hpctrain.model.parts import Gather, Spread
 from hpctrain.plan.layout import piece
 
 
+class Room:
+    """Memory for activations on their way between ranks, which those of a node see in each other's; live.
+
+    What is gathered lies in memory that all of them map, so that each brings its own tokens and copies none. There are
+    two such places, used in turn: who has gathered once more knows that all ranks have, and are done with what they
+    gathered before. What is to be summed is made in a window. Where there is no such memory it is ordinary.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._turn = group, 0
+        self._common: dict[torch.dtype, Tensor | None] = {}
+        self._own: dict[torch.dtype, Tensor] = {}
+
+    def gathered(self, tokens: int, like_nD: Tensor) -> Tensor:
+        """A place for all tokens of what each rank has a part of; until the next but one is asked for. Collective."""
+        numel, dtype = tokens * like_nD.shape[1], like_nD.dtype
+        if dtype not in self._common or _short(self._common[dtype], 2 * numel):
+            self._common[dtype] = self._group.common(2 * numel, dtype) if like_nD.is_cpu else None
+        memory, self._turn = self._common[dtype], 1 - self._turn
+        if memory is None:
+            return like_nD.new_empty(tokens, like_nD.shape[1])
+        return memory.chunk(2)[self._turn][:numel].view(tokens, -1)
+
+    def summed(self, a: Tensor, b: Tensor) -> Tensor:
+        """A place for a product that the ranks' sum is made of; until the next is asked for. Collective."""
+        numel, dtype = len(a) * b.shape[1], a.dtype
+        if not a.is_cpu:
+            return a.new_empty(len(a), b.shape[1])
+        if dtype not in self._own or _short(self._own[dtype], numel):
+            self._own[dtype] = self._group.buffer(numel, dtype)
+        return self._own[dtype][:numel].view(len(a), -1)
+
+
+def _short(memory: Tensor | None, numel: int) -> bool:
+    return memory is not None and memory.numel() < numel
+
+
 @dataclass(frozen=True)
 class Region:
     """Ranks that share products and, with ``sequence``, the tokens between them."""
 
     group: Group
     sequence: bool = False
+    room: Room = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "room", Room(self.group))
 
     def length(self, whole: int) -> int:
         """This rank's part of a dim."""
@@ -76,11 +117,15 @@ class Region:
     # ---- what does not wait --------------------------------------------------------------------------------------
 
     def gathered(self, x_nD: Tensor, total: int) -> tuple[Tensor, Handle]:
-        """All tokens of what each rank has a part of: there when the handle is done."""
+        """All tokens of what each rank has a part of: there when the handle is done, until the next but one are."""
         if not self.sequence:
             return x_nD, DONE
-        whole = x_nD.new_empty(total, x_nD.shape[1])
+        whole = self.room.gathered(total, x_nD)
         return whole, self.group.all_gather(whole, x_nD, sizes=_elements(self.sizes(total), x_nD), later=True)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a @ b``, to be summed next. Collective."""
+        return torch.mm(a, b, out=self.room.summed(a, b) if self.sequence else None)
 
     def summed(self, x_ND: Tensor) -> tuple[Tensor, Handle]:
         """The ranks' sum of ``x``, which is used up, or this rank's tokens of it: there when the handle is done."""
@@ -179,7 +224,7 @@ class _Column(Function):
         whole, coming = ctx.region.gathered(x_nI, ctx.total) if any(wanted) else (None, DONE)
         x_grad, going = None, DONE
         if wants_x:
-            x_grad, going = ctx.region.summed(input_gradient(gradients_NO, weights))
+            x_grad, going = ctx.region.summed(input_gradient(gradients_NO, weights, ctx.region.product))
         coming.wait()
         found = []
         for gradient, weight, bias in zip(gradients_NO, wanted[::2], wanted[1::2], strict=True):
@@ -198,7 +243,7 @@ class _Row(Function):
     def forward(ctx: Any, region: Region, x_NI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.region = region
         ctx.save_for_backward(x_NI, weight_IO)
-        y, going = region.summed(x_NI @ weight_IO)
+        y, going = region.summed(region.product(x_NI, weight_IO))
         going.wait()
         return y if bias_O is None else y.add_(bias_O)
 
@@ -214,10 +259,12 @@ class _Row(Function):
         return None, x_grad, weight_grad, gradient_NO.sum(0) if wants_bias else None
 
 
-def input_gradient(gradients_NO: Sequence[Tensor], weights_OI: Sequence[Tensor]) -> Tensor:
-    """The gradient of the input that maps have in common, before any sum over ranks."""
+def input_gradient(
+    gradients_NO: Sequence[Tensor], weights_OI: Sequence[Tensor], product: Callable[[Tensor, Tensor], Tensor] = torch.mm
+) -> Tensor:
+    """The gradient of the input that maps have in common, before any sum over ranks; ``product`` makes the first."""
     first, *others = zip(gradients_NO, weights_OI, strict=True)
-    total = torch.mm(*first)
+    total = product(*first)
     for gradient, weight in others:
         total.addmm_(gradient, weight)
     return total

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from hpctrain.comm import patience
 from hpctrain.comm.group import SoloGroup
 from hpctrain.comm.mpi import MpiGroup
 from hpctrain.errors import CommError, LateError, ShapeError
@@ -148,6 +149,20 @@ def test_a_message_that_nobody_sends_names_the_peer(open_group, comm):
     if comm.rank == 0:
         with pytest.raises(LateError, match="rank 3 did not come to #1 recv of 5 float32 from 3"):
             group.recv(torch.zeros(5), 3)
+
+
+def test_a_message_wakes_the_rank_that_waits_for_it(open_group, comm, monkeypatch):
+    for name in ("FIRST_SLEEP_SECONDS", "LONGEST_SLEEP_SECONDS"):
+        monkeypatch.setattr(patience, name, 10_000.0)  # without a bell it would sleep on
+    group = open_group()
+    for turn in range(20):
+        x = torch.full((3,), float(turn))
+        if comm.rank == 0:
+            group.send(x, 1)
+        if comm.rank == 1:
+            group.recv(came := torch.empty(3), 0)
+            assert torch.equal(came, x)
+        group.barrier()
 
 
 @pytest.mark.parametrize("sent", [3, 9])

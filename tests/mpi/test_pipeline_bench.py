@@ -52,11 +52,11 @@ def test_pipelines_that_compute_do_what_the_peer_does(family: str, first: First)
         return
     kinds = ("1f1b", "interleaved", "zb-v")
     rows = run(Scene.open(small(family), World.of(part)), 1, kinds)
-    assert [row.name for row in rows] == [*kinds, "torch-1f1b", "torch-interleaved"]
+    assert [row.name for row in rows] == [*kinds, *(f"torch-{kind}" for kind in kinds)]
     assert same(rows) and rows[0].loss > 0 and rows[0].norm > 0
     assert all(row.tokens_per_second == pytest.approx(8 * 16 / row.seconds) for row in rows)
     assert all(0 <= row.bubble < 1 and 0 <= row.simulated_bubble < 1 for row in rows[:3])
-    assert [(row.bubble, row.simulated_seconds) for row in rows[3:]] == [(None, None)] * 2
+    assert [(row.bubble, row.simulated_seconds) for row in rows[3:]] == [(None, None)] * 3
     assert max(row.times_torch for row in rows[3:]) == 1.0
 
 
@@ -70,6 +70,9 @@ def test_pipelines_that_sleep_have_a_row_for_each_schedule(comm: MPI.Comm) -> No
     for row in rows:
         assert row.seconds > row.simulated_seconds  # nobody sleeps too little
         assert 0 < row.bubble < 1
+    for row in rows[: len(ASLEEP)]:
+        assert row.traced_bubble < row.bubble  # what else an action does is work there
+        assert 0 < row.traced_simulated < 1
 
 
 def test_nobody_sleeps_less_than_nothing(comm: MPI.Comm) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.group import Group, Handle
+from hpctrain.comm.group import Group, Handle, SoloGroup
 from hpctrain.parallel import linear
-from hpctrain.parallel.linear import ColumnLinear, RowLinear
+from hpctrain.parallel.linear import ColumnLinear, Room, RowLinear
 from tests.support import threads
 from tests.support.layers import LAYERS, check
 from tests.support.tensors import Case, run
@@ -157,3 +157,34 @@ def test_ranks_talk_while_they_compute_gradients(sequence: bool, monkeypatch: py
 def told(here: threading.local, name: str, act: Callable[..., Tensor], *given: Any) -> Tensor:
     here.events.append(name.replace("_", " "))
     return act(*given)
+
+
+# ---- where activations lie on their way ------------------------------------------------------------------------------
+
+
+def test_what_was_gathered_stays_until_the_next_gathering_but_one() -> None:
+    room, x = Room(SoloGroup()), torch.zeros(2, 3)
+    places = [room.gathered(4, x) for _ in range(4)]
+    assert [place.shape for place in places] == [(4, 3)] * 4
+    first, second, *again = (place.data_ptr() for place in places)
+    assert first != second and again == [first, second]
+    places[0].fill_(1.0)
+    assert not places[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_places_grow_with_what_is_to_lie_there(dtype: torch.dtype) -> None:
+    room = Room(SoloGroup())
+    for tokens in (2, 5, 3):
+        x = torch.ones(tokens, 3, dtype=dtype)
+        assert (room.gathered(2 * tokens, x).shape, room.summed(x, x.t()).shape) == ((2 * tokens, 3), (tokens, tokens))
+        assert room.gathered(tokens, x).dtype == room.summed(x, x.t()).dtype == dtype
+
+
+def test_ranks_that_share_no_memory_gather_in_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, asked = SoloGroup(), []
+    monkeypatch.setattr(group, "common", lambda *size: asked.append(size))
+    room, x = Room(group), torch.zeros(2, 3)
+    first, second = room.gathered(4, x), room.gathered(400, x)
+    assert first.data_ptr() != second.data_ptr()
+    assert asked == [(2 * 12, torch.float32)]  # once, as asking is collective
