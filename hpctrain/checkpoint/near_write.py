@@ -1,7 +1,7 @@
 """Write the parts of a save: each rank's part goes to the disk of its own node, and to that of a partner.
 
-A part is sent as it is gathered, in windows, to every rank that shall write it; the rank itself is one of them. So one
-way leads to both disks, and a rank holds some windows at a time, whatever the size of its part.
+A rank writes its own part from where it lies in memory, and sends it in windows to the partner, who writes each as it
+comes. So a rank holds some windows at a time, whatever the size of its part.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hpctrain.checkpoint import disk
 from hpctrain.checkpoint.blocks import Digests
+from hpctrain.checkpoint.checksums import HOST_BYTES
 from hpctrain.checkpoint.disk import Piece
 from hpctrain.checkpoint.near_file import Chain, Head, gather
 from hpctrain.checkpoint.streams import Ends, flow
@@ -64,10 +66,10 @@ def write(head: Head, pieces: Sequence[Piece], folder: Path, writers: Sequence[S
     }
     try:
         together(group, lambda: _each(coming.values(), _reserve), f"making room in {folder}")
-        data = Sending([piece.memory for piece in pieces], writers, coming, group, at_head=False)
-        flow(data, group, f"writing to {folder}")
-        memory = torch.frombuffer(bytearray(head.to_bytes(data.digests.end())), dtype=torch.uint8)
-        flow(Sending([memory], writers, coming, group, at_head=True), group, f"writing to {folder}")
+        memories, own = [piece.memory for piece in pieces], coming[group.rank]
+        made = together(group, lambda: _write_own(own, head, memories), f"writing to {folder}")
+        flow(Sending(memories, writers, coming, group, at_head=False), group, f"writing to {folder}")
+        flow(Sending([made], writers, coming, group, at_head=True), group, f"writing to {folder}")
         together(group, lambda: _each(coming.values(), _publish), f"writing to {folder}")
     except BaseException:
         discard(coming.values())
@@ -81,8 +83,21 @@ def discard(files: Iterable[Coming]) -> None:
         one.path.unlink(missing_ok=True)
 
 
+def _write_own(own: Coming, head: Head, memories: Sequence[Tensor]) -> Tensor:
+    """Write this rank's part on its own node, and give the head of it."""
+    digests, places = Digests(), accumulate((memory.numel() for memory in memories), initial=own.data_at)
+    for memory in memories:
+        for start in range(0, memory.numel(), HOST_BYTES):
+            digests.add(memoryview(memory[start : start + HOST_BYTES].cpu().numpy()))
+    made = torch.frombuffer(bytearray(head.to_bytes(digests.end())), dtype=torch.uint8)
+    pieces = [Piece(at, memory) for at, memory in zip(places, memories, strict=False)]
+    with _room_for(own):
+        disk.write(own.aside, [Piece(0, made), *pieces], sync=False)
+    return made
+
+
 class Sending(Ends):
-    """The head or the data of every rank's part, on the way to those who write it."""
+    """The head or the data of every rank's part, on the way to the other ranks that write it."""
 
     def __init__(
         self,
@@ -94,19 +109,12 @@ class Sending(Ends):
     ) -> None:
         self._memories, self._chain = memories, Chain([memory.numel() for memory in memories])
         self._coming, self._at_head = coming, at_head
-        self._window: tuple[int, Tensor] | None = None
-        self.digests = Digests()
-        self.out_bytes = [self._chain.total if rank in writers[group.rank] else 0 for rank in range(group.size)]
-        self.in_bytes = [self._length(coming.get(rank)) for rank in range(group.size)]
+        others = set(writers[group.rank]) - {group.rank}
+        self.out_bytes = [self._chain.total if rank in others else 0 for rank in range(group.size)]
+        self.in_bytes = [self._length(coming.get(rank), rank == group.rank) for rank in range(group.size)]
 
     def give(self, to: int, start: int, into: Tensor) -> None:
-        """The first who is given a window has it gathered and counted in; the others get a copy of that."""
-        if self._window is not None and self._window[0] == start:
-            into.copy_(self._window[1])
-            return
         gather(self._chain, self._memories, start, into)
-        self.digests.add(memoryview(into.numpy()))
-        self._window = start, into
 
     def take(self, source: int, start: int, data: Tensor) -> None:
         one = self._coming[source]
@@ -114,8 +122,8 @@ class Sending(Ends):
         with _room_for(one):
             disk.write(one.aside, [Piece(at, data)], sync=False)
 
-    def _length(self, one: Coming | None) -> int:
-        if one is None:
+    def _length(self, one: Coming | None, own: bool) -> int:
+        if one is None or own:
             return 0
         return one.data_at if self._at_head else one.nbytes
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -41,9 +42,10 @@ def flow(ends: Ends, group: Group, doing: str) -> None:
     step, rounds = _rounds(ends, group)
     errors: list[Exception] = []
     came: list[Callable[[], None]] = []
+    away, rooms = _room(_most(ends.out_bytes, step)), cycle([_room(_most(ends.in_bytes, step)) for _ in range(2)])
     for start in range(0, rounds * step, step):
         sizes, out_sizes = _sizes(ends.out_bytes, start, step), _sizes(ends.in_bytes, start, step)
-        given, taken = _room(sum(sizes)), _room(sum(out_sizes)).to(group.device)
+        given, taken = away[: sum(sizes)], next(rooms)[: sum(out_sizes)].to(group.device)
         _each(_calls(ends.give, start, given, sizes), errors)
         handle = group.all_to_all(taken, given.to(group.device), out_sizes=out_sizes, sizes=sizes, later=True)
         _each(came, errors)
@@ -61,6 +63,10 @@ def _rounds(ends: Ends, group: Group) -> tuple[int, int]:
     peers, longest = most.tolist()
     step = ROUND_BYTES // max(1, peers)
     return step, -(-longest // step)
+
+
+def _most(totals: Sequence[int], step: int) -> int:
+    return sum(_sizes(totals, 0, step))
 
 
 def _sizes(totals: Sequence[int], start: int, step: int) -> list[int]:
