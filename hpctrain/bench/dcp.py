@@ -2,7 +2,8 @@
 whose piece is whose, and a load under another mesh reads what it needs of all of them.
 
 DCP is set as its own documentation has it: one file a rank, or as many as it has threads, synced to the disk; an
-asynchronous save copies the state first, in memory that is kept for the next one.
+asynchronous save copies the state first, beside a GPU in memory that is kept for the next one (it pins that, which
+fails without one).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Dcp:
     def save(self, folder: Path, state: Mapping[str, Held]) -> Callable[[], Any]:
         """Begin a save into a new folder; what is given waits for its end, where it is not there yet."""
         self._writer = self._writer or dcp.FileSystemWriter(
-            folder, thread_count=self.threads, cache_staged_state_dict=self.later
+            folder, thread_count=self.threads, cache_staged_state_dict=self.later and torch.accelerator.is_available()
         )
         self._writer.reset(folder)
         if not self.later:

@@ -116,7 +116,7 @@ def ckpt(
     small: Annotated[int, typer.Option(help="Small tensors, beside 16 large ones.", min=0)] = 200,
     onto: Annotated[str, typer.Option(help="Ranks that save and ranks that load, with commas.", metavar="A:B")] = "",
     writers: Annotated[str, typer.Option(help="Our own, with commas.")] = "direct,mpio",
-    fio: Annotated[bool, typer.Option(help="Whether to ask fio, which takes a minute for 1 GiB.")] = True,
+    fio: Annotated[bool, typer.Option(help="Whether to ask fio, which takes some two minutes for 1 GiB.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Time saves and loads of a checkpoint by each writer, beside fio on the same disk where it is installed."""
