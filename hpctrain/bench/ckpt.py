@@ -56,7 +56,7 @@ class Plan:
     cut: str = "flat"
     small: int = 200
     onto: tuple[tuple[int, int], ...] = ()
-    writers: tuple[str, ...] = ("direct", "mpio")
+    writers: tuple[str, ...] = ("direct", "mpio", "background")
     fio: bool = True
 
 
@@ -86,22 +86,31 @@ class Way(Protocol):
 
 
 class Ours:
-    """hpctrain's own checkpoints, by one of its writers."""
-
-    later = False
+    """hpctrain's own checkpoints, by one of its writers, or in the background."""
 
     def __init__(self, writer: str, group: Group) -> None:
-        self.config, self.group = CheckpointConfig(writer=writer, keep=1), group
-        self.mesh = Mesh((("dp", group.size),))
+        self.later = writer == "background"
+        self.config, self.group = CheckpointConfig(writer="direct" if self.later else writer, keep=1), group
+        self._points: dict[Path, Checkpoint] = {}
 
     def save(self, folder: Path, state: State) -> Wait:
         """As Way."""
-        Checkpoint(self.config, folder, self.mesh, self.group).save(1, state, {})
-        return lambda: None
+        point = self._point(folder)
+        (point.begin if self.later else point.save)(1, state, {})
+        return point.wait
 
     def load(self, folder: Path, state: State) -> None:
         """As Way."""
-        Checkpoint(self.config, folder, self.mesh, self.group).resume(state)
+        self._point(folder).resume(state)
+
+    def _point(self, folder: Path) -> Checkpoint:
+        """One object for all saves to a folder, as a run has it."""
+        if folder not in self._points:
+            self._points[folder] = Checkpoint(self.config, folder, Mesh((("dp", self.group.size),)), self.group)
+        return self._points[folder]
+
+
+WRITERS = ("direct", "mpio", "background")
 
 
 # DCP's number of threads, which is one where nothing is said, and whether its save goes on after the call.
@@ -219,9 +228,9 @@ CUTS: dict[str, Callable[[Mapping[str, Layout]], dict[str, Layout]]] = {
 
 def check(plan: Plan, ranks: int) -> None:
     """Raise UsageError where so many ranks cannot do what is planned."""
-    strange = [name for name in plan.writers if name not in ("direct", "mpio")]
+    strange = [name for name in plan.writers if name not in WRITERS]
     if strange:
-        raise UsageError(f"--writers {strange[0]}: not a known writer", "take direct, mpio or both, apart")
+        raise UsageError(f"--writers {strange[0]}: not a known writer", f"take some of {', '.join(WRITERS)}, apart")
     unknown = [name for name in plan.against if name not in PEERS]
     if unknown:
         raise UsageError(f"--against {unknown[0]}: not a known peer", f"take some of {', '.join(PEERS)}, apart")

@@ -40,8 +40,8 @@ READERS = min(4, max(1, CORES // 2))  # more of them than this disturb the kerne
 BEGUN = 16  # chunks that a thread has on their way through the page cache before it waits for the first one
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-# By the number that statfs(2) gives. ext4 books every unbuffered write into room that was set aside, one by one, which
-# costs a third of the speed; what goes through the page cache it books in long stretches.
+# By the number that statfs(2) gives. On ext4 unbuffered writes were a third slower than the page cache with the disk
+# told to begin at once; perhaps since it books each of them as written, and longer stretches of the cache.
 THROUGH = {0xEF53: "ext2, ext3, ext4"}
 WRITE, WAIT = 2, 7  # of sync_file_range(2): begin to write; wait for what was begun, write, and wait again
 

@@ -115,7 +115,7 @@ def ckpt(
     cut: Annotated[str, typer.Option(help="How tensors lie on ranks: flat, rows or columns.")] = "flat",
     small: Annotated[int, typer.Option(help="Small tensors, beside 16 large ones.", min=0)] = 200,
     onto: Annotated[str, typer.Option(help="Ranks that save and ranks that load, with commas.", metavar="A:B")] = "",
-    writers: Annotated[str, typer.Option(help="Our own, with commas.")] = "direct,mpio",
+    writers: Annotated[str, typer.Option(help="Our own, with commas.")] = "direct,mpio,background",
     fio: Annotated[bool, typer.Option(help="Whether to ask fio, which takes some two minutes for 1 GiB.")] = True,
     as_json: AsJson = False,
 ) -> None:
