@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.world import World
@@ -100,13 +100,22 @@ class Peak:
 
     bytes: int = 0
     enough: Event = field(default_factory=Event)
+    lock: Lock = field(default_factory=Lock)
 
     def follow(self) -> None:
         while not self.enough.wait(EVERY_SECONDS):
             self.look()
 
     def look(self) -> None:
-        self.bytes = max(self.bytes, _kib("smaps_rollup", "Pss") * 1024)
+        with self.lock:
+            self.bytes = max(self.bytes, _kib("smaps_rollup", "Pss") * 1024)
+
+    def begin(self) -> int:
+        """What was seen, of which nothing counts from here on."""
+        self.look()
+        with self.lock:
+            seen, self.bytes = self.bytes, 0
+        return seen
 
 
 @contextmanager
@@ -115,10 +124,8 @@ def watch() -> Iterator[Callable[[], tuple[int, int]]]:
     peak = Peak()
 
     def look() -> tuple[int, int]:
-        peak.look()
-        found = _kib("status", "VmHWM") * 1024, peak.bytes
+        found = _kib("status", "VmHWM") * 1024, peak.begin()
         Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew from what is there
-        peak.bytes = 0
         return found
 
     look()

@@ -10,6 +10,7 @@ have asked for that gather, and a rank asks for it when it is done with the unit
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
@@ -35,6 +36,7 @@ def settle(parts: Sequence[Part], travel: Travel, room_bytes: int, alone: bool) 
     inner.all_reduce(agreed, "min")
     if agreed:
         _shelve(parts, room_bytes, common(inner) if travel.plain else _private)
+        _trim()
 
 
 def _shelve(parts: Sequence[Part], room_bytes: int, make: Make) -> None:
@@ -67,6 +69,13 @@ def crowded(part: Part, other: Part) -> HpctrainError:
         "their weights take turns in one place, and the backward of what ran before needs them there",
         "make the two one unit, or let the first step use them as the others do",
     )
+
+
+def _trim() -> None:
+    """Give the system back what the allocator kept of the weights' first places."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library alone
+    if trim is not None:
+        trim(0)
 
 
 def _private(numel: int, dtype: torch.dtype) -> Tensor:
