@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.group import Group
 from hpctrain.model.init import Fill
-from hpctrain.parallel.units import Part, Ranks, Second, gone
+from hpctrain.parallel.units import Alone, Part, Ranks, Second
 from hpctrain.plan.layout import Box
 from hpctrain.plan.units import Slot, Stage, Unit
 from hpctrain.precision.masters import Masters, wide
@@ -48,7 +48,8 @@ def build(
     formats = [compute or parameters[unit.slots[0].name].dtype for unit in units]
     devices = [parameters[unit.slots[0].name].device for unit in units]
     place = _Place(units, devices, inner)
-    fulls = place.apart(formats) if stage.weights else place.arena(formats, common(inner))
+    alone = place.apart(formats) if stage.weights else [None] * len(units)
+    fulls = [one.tensor for one in alone] if stage.weights else place.arena(formats, common(inner))
     owns = place.owned(formats) if stage.weights else place.cut(fulls)
     readers = inner if inner.size > 1 else ranks.outer
     widths = [summed or wide(format) for format in formats]
@@ -57,20 +58,22 @@ def build(
         if stage.gradients else place.cut(buffers)  # fmt: skip
     made = []
     seconds = place.seconds(units, formats, ranks.near) if ranks.near and stage.weights else [None] * len(units)
-    rows = zip(units, fulls, owns, gradients, buffers, seconds, strict=True)
-    for unit, full, own, gradient, buffer, second in rows:
+    rows = zip(units, fulls, owns, gradients, buffers, seconds, alone, strict=True)
+    for unit, full, own, gradient, buffer, second, place_at in rows:
         mine = {slot.name: parameters[slot.name] for slot in unit.slots}
         boxes = {slot.name: box(slot) for slot in unit.slots}
-        made.append(_part(unit, mine, inner, full, own, gradient, buffer, boxes, second))
+        made.append(_part(unit, mine, inner, full, own, gradient, buffer, boxes, second, place_at))
         _fill(made[-1], fill or _values(mine))
         made[-1].hide() if stage.weights else made[-1].bind()
     return made
 
 
-def _part(unit, parameters, inner: Group, full: Tensor, own: Tensor, gradient, buffer, boxes, second) -> Part:
+def _part(
+    unit, parameters, inner: Group, full: Tensor, own: Tensor, gradient, buffer, boxes, second, place_at
+) -> Part:
     bounds = [unit.interval(inner.size, rank) for rank in range(inner.size)]
     sizes, start = tuple(stop - start for start, stop in bounds), bounds[inner.rank][0]
-    return Part(unit, parameters, sizes, start, full, own, Masters([own]), gradient, buffer, boxes, second)
+    return Part(unit, parameters, sizes, start, full, own, Masters([own]), gradient, buffer, boxes, second, place_at)
 
 
 @torch.no_grad()
@@ -101,10 +104,10 @@ class _Place:
         self.largest = [stop - start for start, stop in (unit.interval(inner.size, 0) for unit in units)]
         self.devices, self.inner = devices, inner
 
-    def apart(self, formats: Sequence[torch.dtype]) -> list[Tensor]:
-        """Memory that comes and goes for each unit alone; gone now, so that there never is a whole model."""
+    def apart(self, formats: Sequence[torch.dtype]) -> list[Alone]:
+        """Memory that comes and goes for each unit alone; hidden now, so that there never is a whole model."""
         rows = zip(self.totals, formats, self.devices, strict=True)
-        return [gone(torch.empty(total, dtype=format, device=device)) for total, format, device in rows]
+        return [Alone(total, format, device) for total, format, device in rows]
 
     def arena(self, formats: Sequence[torch.dtype], make: Make) -> list[Tensor]:
         """One memory for all units of a format."""

@@ -1,16 +1,15 @@
 """Shelves: where the weights of units that come and go have their places.
 
-Their memory could be asked of the allocator for each gather and given back, and in the first step it is. That costs a
-page fault for every page of every gather, and what is allocated in between leaves holes. Once a step has shown that no
-two units are in use at the same moment, they get places that stay: as many shelves as there is room for, on which they
-take turns, and one for each held unit. Ranks of a node have the shelves in common where they can: each brings its own
-interval there, and the node holds gathered weights once and not once for each rank. None writes to a shelf before all
-have asked for that gather, and a rank asks for it when it is done with the unit that was there before.
+In the first step each unit has memory of its own, whose pages come with each gather and go after each use; every page
+costs a fault. Once a step has shown that no two units are in use at the same moment, they get places that stay: as many
+shelves as there is room for, on which they take turns, and one for each held unit. Ranks of a node have the shelves in
+common where they can: each brings its own interval there, and the node holds gathered weights once and not once for
+each rank. None writes to a shelf before all have asked for that gather, and a rank asks for it when it is done with the
+unit that was there before.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
@@ -36,7 +35,6 @@ def settle(parts: Sequence[Part], travel: Travel, room_bytes: int, alone: bool) 
     inner.all_reduce(agreed, "min")
     if agreed:
         _shelve(parts, room_bytes, common(inner) if travel.plain else _private)
-        _trim()
 
 
 def _shelve(parts: Sequence[Part], room_bytes: int, make: Make) -> None:
@@ -69,13 +67,6 @@ def crowded(part: Part, other: Part) -> HpctrainError:
         "their weights take turns in one place, and the backward of what ran before needs them there",
         "make the two one unit, or let the first step use them as the others do",
     )
-
-
-def _trim() -> None:
-    """Give the system back what the allocator kept of the weights' first places."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library alone
-    if trim is not None:
-        trim(0)
 
 
 def _private(numel: int, dtype: torch.dtype) -> Tensor:

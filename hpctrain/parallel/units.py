@@ -6,6 +6,8 @@ updates, and whose reduced gradient it has. Where tensor parallelism cuts a para
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -71,6 +73,41 @@ class Second:
         self.kept = True
 
 
+class Alone:
+    """Memory of one unit, that is there from ``show`` to ``hide``; live. What a graph saved of it stays a view of it.
+
+    On a host it is a range of addresses that keeps no pages while it is hidden: memory that an allocator gave and took
+    back would leave holes between tensors that live longer.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._pages = _pages(numel * dtype.itemsize) if device.type == "cpu" else None
+        if self._pages is None:
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel)
+        self.hide()
+
+    def show(self) -> None:
+        """Have memory."""
+        if self._pages is None:
+            self.tensor.untyped_storage().resize_(self.tensor.nbytes)
+
+    def hide(self) -> None:
+        """Have none."""
+        if self._pages is None:
+            self.tensor.untyped_storage().resize_(0)
+        else:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+
+
+def _pages(nbytes: int) -> mmap.mmap | None:
+    """Addresses of as many bytes; None where the system cannot take their pages back."""
+    if sys.platform != "linux" or not nbytes:
+        return None
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 @dataclass(eq=False)
 class Shelf:
     """Memory on which units that come and go take turns, large enough for each of them; live."""
@@ -104,10 +141,10 @@ class Part:
     """What of each parameter is here, of all of it, where tensor parallelism cuts it: a run of its elements."""
     near: Second | None = None
     """What neighbours keep of the weights; None where they keep nothing."""
+    place_at: Alone | Shelf | None = None
+    """Where the weights are while they are here; None where they always are."""
     pooled: Tensor | None = None
     """The lent memory that ``buffer`` is in."""
-    shelf: Shelf | None = None
-    """Where the weights have their place when they are here; None where they get memory each time, or always stay."""
     whole: bool = False
     """Whether all weights are here, or on their way."""
     busy: bool = False
@@ -176,17 +213,23 @@ class Part:
                 pieces.append(Piece(slot.name, slot.shape, self.first(slot), first - start, last - start))
         return Flat(self.master[own], self.gradient[own], decay, tuple(pieces))
 
+    @property
+    def shelf(self) -> Shelf | None:
+        """The shelf on which the unit takes turns with others; None where it has memory of its own."""
+        return self.place_at if isinstance(self.place_at, Shelf) else None
+
     def put_up(self, shelf: Shelf | None) -> None:
-        """Give the weights, which are away, a place on a shelf, or with None memory of their own each time."""
-        self.shelf = shelf
-        self.full = gone(torch.empty_like(self.full)) if shelf is None else shelf.memory[: self.unit.total]
+        """Give the weights, which are away, a place on a shelf, or with None memory of their own."""
+        total = self.unit.total
+        self.place_at = shelf or Alone(total, self.full.dtype, self.full.device)
+        self.full = shelf.memory[:total] if shelf else self.place_at.tensor
 
     def show(self) -> None:
         """Give the weights their memory back."""
-        if self.shelf is None:
-            self.full.untyped_storage().resize_(self.full.nbytes)
-        else:
+        if self.shelf:
             self.shelf.on = self
+        else:
+            self.place_at.show()
         self.bind()
 
     def bind(self) -> None:
@@ -199,14 +242,8 @@ class Part:
         nothing = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)  # a read finds no numbers
         for slot in self.unit.slots:
             self.parameters[slot.name].data = nothing.expand(self.boxes[slot.name].shape)
-        if self.shelf is None:
-            gone(self.full)
-
-
-def gone(memory: Tensor) -> Tensor:
-    """The same tensor without its memory."""
-    memory.untyped_storage().resize_(0)
-    return memory
+        if not self.shelf:
+            self.place_at.hide()
 
 
 def _kind(slot: Slot) -> Kind:

@@ -26,8 +26,8 @@ def bytes_of(*tensors: Tensor) -> int:
 
 
 def staying(part: Part) -> list[Tensor]:
-    """Weights that are not on a shelf."""
-    return [part.full] if part.shelf is None else []
+    """Weights that do not come and go."""
+    return [part.full] if part.place_at is None else []
 
 
 def shelves(sharded: Sharded) -> list[Tensor]:
@@ -47,7 +47,7 @@ def test_a_rank_holds_what_the_zero_paper_says(stage: int, ranks: int) -> None:
         optimizer = AdamW(sharded.flats(), OptimConfig(), sharded.group)
         alive = []
         for block in model.blocks.values():
-            block.register_forward_hook(lambda *_: alive.append(bytes_of(*(p.full for p in sharded.parts))))
+            block.register_forward_hook(lambda *_: alive.append(bytes_of(*(p.full for p in sharded.parts if p.whole))))
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         for _ in range(2):
             sharded.begin()
