@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from mpi4py import MPI
 
 from hpctrain.bench.ckpt import CUTS, Plan, run
@@ -31,6 +33,14 @@ def test_every_writer_and_fio_have_a_row_for_saving_and_loading(comm: MPI.Comm, 
     assert comm.bcast(os.listdir(folder)) == []
 
 
+@pytest.fixture
+def no_default_group() -> Iterator[None]:
+    """Torch's default group, which the peer makes, is of other ranks in other tests."""
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_default_group")
 def test_peers_are_timed_on_the_same_state(comm: MPI.Comm, tmp_path: Path):
     folder = Path(comm.bcast(str(tmp_path)))
     plan = Plan(1 / 64, 1, ("dcp", "dcp-async"), "columns", small=5, onto=((2, 4),))
