@@ -29,12 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.comm.meet import own_cores
 from hpctrain.errors import IncompleteError
 
 PAGE = 4096
 CHUNK = 4 << 20  # bytes in one call
 GAP = 1 << 16  # bytes read and thrown away rather than starting another call
-CORES = len(os.sched_getaffinity(0))
+CORES = len(own_cores())
 WRITERS = min(4, CORES)  # threads of a process
 READERS = min(4, max(1, CORES // 2))  # more of them than this disturb the kernel's reading ahead
 BEGUN = 16  # chunks that a thread has on their way through the page cache before it waits for the first one

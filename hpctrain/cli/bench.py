@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hpctrain.cli.options import AsJson, ConfigPath, Overrides, three_times
+from hpctrain.cli.options import AsJson, ConfigPath, Overrides, Vocabulary, three_times
 from hpctrain.errors import UsageError
 
 app = typer.Typer(no_args_is_help=True)
@@ -137,9 +137,7 @@ def scale(
     rank: Annotated[
         list[int] | None, typer.Option(help="Play this rank too, beside the leading one. Repeatable.", min=0)
     ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(help="The tokenizer's tokens, where the data does not tell them.", min=1)
-    ] = None,
+    vocabulary: Vocabulary = None,
     set: Overrides = None,  # noqa: A002 - the option's name
     as_json: AsJson = False,
 ) -> None:

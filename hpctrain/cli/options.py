@@ -14,6 +14,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Lay a value over the file, e.g. train.steps=100. Repeatable.", metavar="KEY=VALUE"),
 ]
+Vocabulary = Annotated[
+    int | None, typer.Option(help="The tokenizer's tokens, where the data does not tell them.", min=1)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

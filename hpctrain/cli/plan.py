@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpctrain.cli.options import AsJson, ConfigPath, Overrides
+from hpctrain.cli.options import AsJson, ConfigPath, Overrides, Vocabulary
 
 if TYPE_CHECKING:
     from hpctrain.config import Config
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def plan(
     config: ConfigPath,
     ranks: Annotated[int, typer.Option(help="How many ranks the run would have.", min=1)] = 1,
-    vocabulary: Annotated[
-        int | None, typer.Option(help="The tokenizer's tokens, where the data does not tell them.", min=1)
-    ] = None,
+    vocabulary: Vocabulary = None,
     set: Overrides = None,  # noqa: A002 - the option's name
     as_json: AsJson = False,
 ) -> None:
