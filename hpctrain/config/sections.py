@@ -5,19 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from hpctrain.config.job import JobConfig
+from hpctrain.config.section import Auto, Section
 from hpctrain.errors import ConfigError
-
-Auto = Literal["auto"]
-
-
-class Section(BaseModel):
-    """A table of the configuration: frozen, and refusing keys that it does not know."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 def _check_divides(model: Section, part_key: str, whole_key: str, why: str) -> None:
@@ -371,3 +363,4 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     comm: CommConfig = CommConfig()
     log: LogConfig = LogConfig()
+    job: JobConfig = JobConfig()
