@@ -15,7 +15,8 @@ from torch import Tensor
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Held, State, dtype_name
-from hpctrain.cluster.devices import choose_device, threads
+from hpctrain.cluster.cores import threads
+from hpctrain.cluster.devices import bind_cores, choose_device
 from hpctrain.cluster.stop import listening
 from hpctrain.cluster.world import World
 from hpctrain.comm.group import Group
@@ -51,7 +52,7 @@ from hpctrain.watch.meter import Meter, measured_peak_flops, peak_memory_bytes
 
 def train(config: Config, world: World) -> int:
     """Run one training job, from its configuration to its last checkpoint; gives the exit status. All ranks call it."""
-    device = set_up_device(world)
+    device = set_up_device(config, world)
     groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
     led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups)  # text becomes tokens, once
@@ -193,10 +194,12 @@ def finite(norm: float, loss: float, step: int) -> float:
     )
 
 
-def set_up_device(world: World) -> torch.device:
-    """This rank's device, and as many threads as it has cores to itself."""
-    torch.set_num_threads(threads(world))
+def set_up_device(config: Config, world: World) -> torch.device:
+    """This rank's device, the cores near it, and as many threads as it has cores to itself. Collective."""
     device = torch.device(choose_device(world))
+    if config.job.bind_cores:
+        bind_cores(world, str(device))
+    torch.set_num_threads(threads(world))
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)  # NCCL's groups are opened on the current one
     return device
