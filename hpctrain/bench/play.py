@@ -68,7 +68,7 @@ def _story():  # noqa: ANN202 - a module
 
 
 def _meet(story, config: Config, world):  # noqa: ANN001, ANN202 - modules and live parts of a run
-    device = story.set_up_device(config, world)
+    device = story.set_up_device(config, world, story.named(config.job.machine))
     return device, story.Groups.open(story.lay(config, world.topology), world, config.comm)
 
 
