@@ -42,6 +42,8 @@ class Checkpoint:
         self, config: CheckpointConfig, folder: Path, mesh: Mesh, group: Group, host: str | None = None
     ) -> None:
         self.config, self.folder, self.mesh, self.group = config, Path(folder), mesh, group
+        self.nbytes = 0
+        """What a checkpoint's tensors take, once the ranks have agreed on them to resume."""
         self._write = writer(config.writer, group)
         self.near = Near(config, folder, mesh, group, host)
         self._files = Folder(config, self.folder)
@@ -178,6 +180,7 @@ class Checkpoint:
         self.wait()
         self.near.wait()
         entries = agree(state, self.mesh, self.group)
+        self.nbytes = sum(entry.layout.nbytes for entry in entries)
         damaged: list[str] = []
         while True:
             step, found = self._look(entries, damaged, state)

@@ -94,6 +94,14 @@ def job(environ: Mapping[str, str]) -> Job | None:
     return Job(**values, facts=tuple(found.values()))
 
 
+def life(environ: Mapping[str, str]) -> str | None:
+    """Which life of its job this is, where Slurm has started it again."""
+    found = job(environ)
+    if found is None or not found.restarts:
+        return None
+    return f"life {found.restarts + 1} (restart {found.restarts} of job {found.id})"
+
+
 def expand_nodes(text: str) -> tuple[str, ...]:
     """The names of a node list such as ``n[01-03,7],login``, in its order.
 
