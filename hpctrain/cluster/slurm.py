@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
@@ -117,9 +117,11 @@ def expand_nodes_alone(text: str) -> tuple[str, ...]:
         raise _malformed(text, str(error)) from None
 
 
-def fold_nodes(names: Iterable[str]) -> str:
-    """Names as a short node list: ``n[1-3],login``."""
-    return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
+def fold_nodes(names: Sequence[str]) -> str:
+    """Names as a short node list: ``n[1-3],login``. What is no name stands beside them."""
+    plain = [name for name in names if re.fullmatch(r"[\w.\-]+", name)]
+    folded = str(NodeSet.fromlist(plain, resolver=RESOLVER_NOGROUP))
+    return ",".join(filter(None, [folded, *(name for name in names if name not in plain)]))
 
 
 def expand_counts(text: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster.slurm import expand_counts, expand_nodes, expand_nodes_alone, in_step, job
+from hpctrain.cluster.slurm import expand_counts, expand_nodes, expand_nodes_alone, fold_nodes, in_step, job
 from hpctrain.errors import LaunchError
 from tests.unit.slurm_dumps import SCENARIOS, dump, shells, tasks
 
@@ -90,6 +90,17 @@ def test_any_list_gives_exactly_the_names_it_stands_for(made: tuple[str, list[st
     found = expand_nodes_alone(text)
     assert list(found) == names
     assert not any(re.search(r"[\[\],]", name) for name in found)
+
+
+@given(node_lists())
+def test_names_that_are_folded_are_the_same_names(made: tuple[str, list[str]]) -> None:
+    names = made[1]
+    assert sorted(expand_nodes_alone(fold_nodes(names))) == sorted(set(names))
+
+
+def test_nodes_are_folded_into_one_short_list() -> None:
+    assert fold_nodes(["n1", "n2", "n3", "login"]) == "login,n[1-3]"
+    assert fold_nodes(["n1", "ring{n2}"]) == "n1,ring{n2}" and fold_nodes([]) == ""
 
 
 @settings(max_examples=1000)
