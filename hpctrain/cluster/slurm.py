@@ -8,13 +8,15 @@ carries MPI's daemons, not those of the ranks: ``launcher`` decides who is belie
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+from ClusterShell.NodeSet import RESOLVER_NOGROUP as NO_GROUPS
+from ClusterShell.NodeSet import NodeSet, NodeSetException
 
 from hpctrain.cluster.fact import Fact
 from hpctrain.errors import LaunchError
@@ -116,13 +118,26 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def expand_nodes_alone(text: str) -> tuple[str, ...]:
-    """``expand_nodes`` without Slurm's own commands, as in most containers; names of one bracket come out sorted."""
+    """``expand_nodes`` without Slurm's own commands, as in most containers."""
     items = _check_nodes(text)
     try:
-        # Item by item: a NodeSet of the whole list would sort it, and drop names that come twice.
-        return tuple(name for item in items for name in NodeSet(item, resolver=RESOLVER_NOGROUP))
+        return tuple(name for item in items for one in _in_order(item) for name in NodeSet(one, resolver=NO_GROUPS))
     except NodeSetException as error:
         raise _malformed(text, str(error)) from None
+
+
+def _in_order(item: str) -> Iterator[str]:
+    """An item as items of one range in each bracket: of several, a NodeSet would sort the names."""
+    parts = [part.split(",") for part in re.split(r"[\[\]]", item)]  # every other one was in brackets
+    for chosen in itertools.product(*parts):
+        yield "".join(f"[{part}]" if at % 2 else part for at, part in enumerate(chosen))
+
+
+def fold_nodes(names: Sequence[str]) -> str:
+    """Names as a short node list: ``n[1-3],login``. What is no name stands beside them."""
+    plain = [name for name in names if re.fullmatch(r"[\w.\-]+", name)]
+    folded = str(NodeSet.fromlist(plain, resolver=NO_GROUPS))
+    return ",".join(filter(None, [folded, *(name for name in names if name not in plain)]))
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
