@@ -5,20 +5,19 @@ told as a ``ConfigError`` that names the key, its value and the mend. Nothing he
 """
 
 from hpctrain.config.knobs import defaults, fields, is_section, knobs
+from hpctrain.config.model import ModelConfig
 from hpctrain.config.read import load, parse
+from hpctrain.config.section import Auto, Section
 from hpctrain.config.sections import (
-    Auto,
     CheckpointConfig,
     CommConfig,
     Config,
     DataConfig,
     LogConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
-    Section,
     SourceConfig,
     TrainConfig,
 )

@@ -8,11 +8,12 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hpctrain.config.sections import Config, Section
+from hpctrain.config.section import Section
+from hpctrain.config.sections import Config
 
 
 def knobs() -> dict[str, str]:
-    """Every dotted key with its docstring, in the order of ``sections.py``; ``[]`` stands for each table of a list."""
+    """Every dotted key with its docstring, in the order of the sections; ``[]`` stands for each table of a list."""
     return {key: " ".join((field.description or "").split()) for key, field in fields()}
 
 
