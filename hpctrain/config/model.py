@@ -13,10 +13,10 @@ from hpctrain.errors import ConfigError
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
-    family: Literal["gpt2", "llama", "qwen2", "qwen3"] = "gpt2"
+    family: Literal["gpt2", "llama", "qwen2", "qwen3", "mixtral"] = "gpt2"
     """``gpt2``: learned positions, LayerNorm, GELU, biases, tied embeddings. ``llama``: rotary positions, RMSNorm,
     SwiGLU, no biases. ``qwen2``: the same with biases of queries, keys and values. ``qwen3``: with norms of each head
-    of queries and keys instead."""
+    of queries and keys instead. ``mixtral``: as ``llama``, its feed-forward part a choice of experts for each token."""
     layers: int = Field(4, ge=1)
     """Transformer blocks."""
     width: int = Field(256, ge=1)
@@ -28,7 +28,15 @@ class ModelConfig(Section):
     kv_heads: int | None = Field(None, ge=1)
     """Heads of keys and values, shared by heads / kv_heads query heads each; as many as ``heads`` when not given."""
     mlp_width: int | None = Field(None, ge=1)
-    """Hidden size of the feed-forward part; 4 x width for gpt2, 8/3 x width rounded up to 64 for others."""
+    """Hidden size of the feed-forward part, or of each expert; 4 x width for gpt2, 8/3 x width rounded up to 64 for
+    others."""
+    experts: int | None = Field(None, ge=1)
+    """Experts of each block of a ``mixtral``; 8 when not given."""
+    experts_per_token: int | None = Field(None, ge=1)
+    """Experts that each token goes to; 2 when not given."""
+    balance_loss: float = Field(0.02, ge=0.0)
+    """What the balance loss of experts counts in the loss that is trained, not in validation: this times the mean
+    over blocks. It is ``experts_per_token`` where all get equally many tokens, and more where they do not."""
     sequence: int = Field(256, ge=1)
     """Tokens in a sample."""
     vocabulary: int | Auto = "auto"
