@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from hpctrain import __version__
-from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, machines, plan, queue, train
+from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, machines, plan, preflight, queue, train
 from hpctrain.errors import HpctrainError
 
 GRACE_SECONDS = 2.0
@@ -30,6 +30,7 @@ app.command("plan")(plan.plan)
 app.command("knobs")(knobs.knobs)
 app.command("machines")(machines.machines)
 app.command("doctor")(doctor.doctor)
+app.command("preflight")(preflight.preflight)
 app.command("draw")(draw.draw)
 app.command("status")(queue.status)
 app.command("logs")(queue.logs)

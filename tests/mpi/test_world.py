@@ -14,7 +14,8 @@ import pytest
 from hpctrain.cluster.cores import threads
 from hpctrain.cluster.deadline import Deadline
 from hpctrain.cluster.devices import choose_device
-from hpctrain.cluster.doctor import clock_offsets, diagnose
+from hpctrain.cluster.doctor import diagnose
+from hpctrain.cluster.links import clock_offsets
 from hpctrain.cluster.stop import Flag, listening
 from hpctrain.cluster.wait import missing
 from hpctrain.cluster.world import World

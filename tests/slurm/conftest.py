@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -133,6 +134,19 @@ def library(venv: str) -> str:
     program = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
     said = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     return said.stdout.strip()
+
+
+def follow(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Do in a folder what the blocks of a page that are marked ``sh slurm`` say, in one shell."""
+    if library("main") != "Open MPI":
+        pytest.skip(f"the page is written for Open MPI, and .venv has {library('main')}")
+    for name in (".venv", "configs", "hpctrain", "slurm"):
+        (folder / name).symlink_to(ROOT / name)
+    blocks = re.findall(r"^```sh slurm\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "".join(blocks)], cwd=folder, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
