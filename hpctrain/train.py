@@ -15,7 +15,8 @@ from torch import Tensor
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Held, State, dtype_name
-from hpctrain.cluster.devices import choose_device, threads
+from hpctrain.cluster.cores import threads
+from hpctrain.cluster.devices import bind_cores, choose_device
 from hpctrain.cluster.slurm import life
 from hpctrain.cluster.stop import Stop
 from hpctrain.cluster.world import World
@@ -37,8 +38,11 @@ from hpctrain.parallel.pipeline import Runner
 from hpctrain.parallel.recompute import recompute
 from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.parallel.zero import Formats, Sharded
+from hpctrain.plan.fit import fit, hinted
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
+from hpctrain.plan.machine import Machine
+from hpctrain.plan.machines import named
 from hpctrain.plan.plan import Plan, decide, lay
 from hpctrain.plan.rules import COPY, TENSOR
 from hpctrain.plan.units import PIPE, REPLICA, SHARD, STAGES
@@ -55,13 +59,15 @@ def train(config: Config, world: World, stop: Stop) -> int:
 
     When ``stop`` says so it ends early: with a checkpoint, or before the first step with nothing that is not whole.
     """
-    device = set_up_device(world)
+    machine = named(config.job.machine)  # its facts, where one is named
+    device = set_up_device(config, world, machine)
     groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
     led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups, stop.heed)  # text becomes tokens, once
-    plan = decide(config, world.topology, batches.vocabulary)  # every decision, as one value
+    plan = fit(decide(config, world.topology, batches.vocabulary), config, machine)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
-    checkpoint = Checkpoint(config.checkpoint, config.run.folder / "checkpoints", plan.mesh, groups.whole, world.host)
+    knobs, folder = hinted(config.checkpoint, machine), config.run.folder / "checkpoints"
+    checkpoint = Checkpoint(knobs, folder, plan.mesh, groups.whole, world.host)
     about = {"plan": plan.to_json(), "config": config.model_dump()}
 
     stop.heed()  # whoever asks before the first step need not wait for it
@@ -209,10 +215,13 @@ def finite(norm: float, loss: float, step: int) -> float:
     )
 
 
-def set_up_device(world: World) -> torch.device:
-    """This rank's device, and as many threads as it has cores to itself."""
+def set_up_device(config: Config, world: World, machine: Machine | None) -> torch.device:
+    """This rank's device, the cores near it, and as many threads as it has cores to itself. Collective."""
+    seats = machine.node.seats if machine else ()
+    device = torch.device(choose_device(world, seats))
+    if config.job.bind_cores:
+        bind_cores(world, str(device), seats)
     torch.set_num_threads(threads(world))
-    device = torch.device(choose_device(world))
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)  # NCCL's groups are opened on the current one
     return device

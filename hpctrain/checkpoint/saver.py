@@ -50,9 +50,10 @@ class Saver:
         still, where it did for a save.
         """
         checkpoint, near, began = self.checkpoint, self.checkpoint.near, time.perf_counter()
-        if not (last or checkpoint.under_way or checkpoint.due(step) or near.due(step)):
+        if not (last or checkpoint.under_way or near.under_way or checkpoint.due(step) or near.due(step)):
             return {}
         self._told(checkpoint.advance)
+        self._told_near(near.wait if last or checkpoint.due(step) or near.due(step) else near.advance)
         if last:
             self._told(checkpoint.wait)
             self._begin(step)
@@ -62,9 +63,16 @@ class Saver:
             self._told(checkpoint.make_way)
             self._begin(step)
             self._told(lambda: checkpoint.begin(step, self.state, self.attributes))
-        elif near.due(step) and near.save_if_room(step, self.state):
-            self.say(f"saved step {step} near, on the nodes' own disks")
+        elif near.due(step):
+            self._told_near(lambda: checkpoint.begin_near(step, self.state), step)
         return {"save_seconds": time.perf_counter() - began}
+
+    def _told_near(self, act: Callable[[], int], step: int | None = None) -> None:
+        """Say which step ``act`` has saved near; a full disk is told in the log."""
+        near, saved = self.checkpoint.near, []
+        near.if_room(near.under_way if step is None else step, lambda: saved.append(act()))
+        for one in filter(None, saved):
+            self.say(f"saved step {one} near, on the nodes' own disks")
 
     def _begin(self, step: int) -> None:
         self._begun, self._began = step, time.perf_counter()

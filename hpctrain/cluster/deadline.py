@@ -8,6 +8,7 @@ its clock, and asks the queue now and then, since the limit may be moved while t
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections import deque
@@ -15,9 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hpctrain.cluster import slurm
-from hpctrain.cluster.queue import find_queue
+from hpctrain.cluster.slurm_commands import CommandQueue
 from hpctrain.config import RunConfig
-from hpctrain.errors import LaunchError
 
 CAUTIOUS_BYTES_PER_SECOND = 200e6  # that a node writes, before a save was measured; a tenth of what is usual
 STEPS, SAVES = 20, 4  # how many of the last ones are looked at
@@ -142,15 +142,17 @@ class Deadline:
 
 
 def _queue(job: slurm.Job | None) -> Ask | None:
-    """What asks the queue when this job ends; None outside Slurm, and where its commands are not there."""
+    """What asks the queue when this job ends; None outside Slurm, and where its commands are not there.
+
+    Commands, and no library: a call of one may hold the interpreter, and so the run, while the controller is slow.
+    """
     if job is None:
         return None
-    try:
-        queue = find_queue(lambda advice: None)
-    except LaunchError as error:  # as in many containers
+    if shutil.which("squeue") is None:  # as in many containers
         if job.ends_at is None:
-            log.warning("when this job ends is not known, so give run.deadline: %s", error.what)
+            log.warning("when this job ends is not known: no squeue is on PATH; run.deadline can tell it")
         return None
+    queue = CommandQueue(lambda advice: None)
 
     def ask() -> float | None:
         found = queue.job(job.id)

@@ -6,10 +6,12 @@ and an error keeps Slurm's own words.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +45,8 @@ AWAY = frozenset(
         "NOT_RESPONDING",
     }
 )
+
+_SPAN = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 Tell = Callable[[Advice], None]
 
@@ -103,8 +107,16 @@ class QueuedJob:
         return self.state in {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 
     def named(self, ids: Iterable[str]) -> bool:
-        """Whether one of these ids means it: its own, or that of the array or heterogeneous job that it belongs to."""
-        return not {self.id, self.label, self.array_job, self.het_job}.isdisjoint(ids)
+        """Whether one of these ids means it: its own, or that of the array or heterogeneous job that it belongs to.
+
+        Jobs of an array that wait are one until they start; the number of each means it.
+        """
+        own = {self.id, self.label, self.array_job, self.het_job}
+        return any(id in own or self._stands_for(id) for id in ids)
+
+    def _stands_for(self, id: str) -> bool:
+        array, _, task = id.partition("_")
+        return array == self.array_job and task.isdigit() and holds(self.array_tasks or "", int(task))
 
 
 @dataclass(frozen=True)
@@ -193,11 +205,21 @@ def find_queue(tell: Tell | None = None) -> Queue:
     Where pyslurm is there and does not fit, ``tell`` gets one warning, and Slurm's commands are used; without ``tell``
     it goes to the error stream. Raises LaunchError where there is neither.
     """
-    if shutil.which("squeue") is None:
-        raise _none()
+    tell, commands = tell or warn, shutil.which("squeue") is not None
+    if find_spec("pyslurm"):
+        from hpctrain.cluster.slurm_library import LibraryQueue, misfit
+
+        fault = misfit()
+        if fault is None:
+            return LibraryQueue(tell)
+        if not commands:
+            raise _none(fault.what, fault.why)
+        tell(fault)
+    if not commands:
+        raise _none("pyslurm is not installed")
     from hpctrain.cluster.slurm_commands import CommandQueue
 
-    return CommandQueue(tell or warn)
+    return CommandQueue(tell)
 
 
 def warn(advice: Advice) -> None:
@@ -210,9 +232,23 @@ def select(jobs: Iterable[QueuedJob], ids: Sequence[str], user: str | None) -> t
     return tuple(job for job in jobs if (not ids or job.named(ids)) and user in (None, job.user))
 
 
-def _none() -> LaunchError:
+def holds(tasks: str, number: int) -> bool:
+    """Whether a number is among ``3``, ``1,4-9`` or ``0-20:5%2``. Slurm cuts long lists off: then it may be."""
+    for part in tasks.split("%")[0].split(","):
+        found = _SPAN.fullmatch(part)
+        if found is None and part.endswith("..."):
+            return True
+        if found:
+            first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+            if number in range(first, last + 1, step):
+                return True
+    return False
+
+
+def _none(*library: str) -> LaunchError:
+    """No way to a queue; what is the matter with pyslurm is told too."""
     return LaunchError(
-        "no queue was found: squeue is not on PATH, and pyslurm does not serve",
+        f"no queue was found: squeue is not on PATH, and {': '.join(library)}",
         "hpctrain asks Slurm by its own commands, or through pyslurm",
         "put Slurm's commands on PATH (module load slurm), log in where they are, or start with mpirun instead",
     )

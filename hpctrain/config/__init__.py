@@ -4,10 +4,11 @@
 told as a ``ConfigError`` that names the key, its value and the mend. Nothing here imports torch or MPI.
 """
 
+from hpctrain.config.job import JobConfig
 from hpctrain.config.knobs import defaults, fields, is_section, knobs
 from hpctrain.config.read import load, parse
+from hpctrain.config.section import Auto, Section
 from hpctrain.config.sections import (
-    Auto,
     CheckpointConfig,
     CommConfig,
     Config,
@@ -18,7 +19,6 @@ from hpctrain.config.sections import (
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
-    Section,
     SourceConfig,
     TrainConfig,
 )
@@ -29,6 +29,7 @@ __all__ = [
     "CommConfig",
     "Config",
     "DataConfig",
+    "JobConfig",
     "LogConfig",
     "ModelConfig",
     "OptimConfig",

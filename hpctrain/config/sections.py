@@ -5,19 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from hpctrain.config.job import JobConfig
+from hpctrain.config.section import Auto, Section
 from hpctrain.errors import ConfigError
-
-Auto = Literal["auto"]
-
-
-class Section(BaseModel):
-    """A table of the configuration: frozen, and refusing keys that it does not know."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 def _check_divides(model: Section, part_key: str, whole_key: str, why: str) -> None:
@@ -320,7 +312,8 @@ class CheckpointConfig(Section):
     sync: bool = True
     """Whether a save ends only when the disk has the bytes (fsync)."""
     hints: dict[str, str | int] = {}
-    """Hints that the ``mpio`` writer gives to MPI-IO, e.g. ``cb_nodes``; each MPI library knows its own."""
+    """Hints that the ``mpio`` writer gives to MPI-IO, e.g. ``cb_nodes``; each MPI library knows its own. The file of
+    ``job.machine`` fills in those that are left out."""
 
     @model_validator(mode="after")
     def _near_has_a_folder(self) -> CheckpointConfig:
@@ -378,3 +371,4 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     comm: CommConfig = CommConfig()
     log: LogConfig = LogConfig()
+    job: JobConfig = JobConfig()

@@ -85,12 +85,24 @@ class QueueContract:
         self.until(queue, f"{array}_2", lambda job: job is not None and job.state == "RUNNING")
         assert sorted(job.label for job in queue.jobs([array])) == [f"{array}_1", f"{array}_2", f"{array}_[3-4%2]"]
         assert [job.array_tasks for job in queue.jobs([f"{array}_1"])] == ["1"]
+        assert queue.job(f"{array}_4").waits and queue.job(f"{array}_5") is None
         queue.cancel(f"{array}_1")
         self.until(queue, f"{array}_1", lambda job: job.over)
         self.until(queue, f"{array}_3", lambda job: job is not None and job.state == "RUNNING")
+        queue.cancel(f"{array}_[4]")  # as a label has it
+        assert self.until(queue, f"{array}_4", lambda job: job.over).state == "CANCELLED"
         queue.cancel(array)
         self.until(queue, f"{array}_2", lambda job: job.over)
         assert all(job.over or job.state == "COMPLETING" for job in queue.jobs([array]))
+
+    def test_a_heterogeneous_job_is_its_components(self, queue: Queue, folder: Path) -> None:
+        first = queue.submit(SLEEP, folder, ["-N1", ":", "-N2"])
+        self.until(queue, first, lambda job: job.state == "RUNNING")
+        jobs = queue.jobs([first])
+        assert [job.id for job in jobs] == [first, str(int(first) + 1)]
+        assert [(job.node_count, job.het_job) for job in jobs] == [(1, first), (2, first)]
+        queue.cancel(first)
+        self.until(queue, jobs[1].id, lambda job: job.over)
 
     def test_jobs_are_told_of_one_user_or_of_these_ids(self, queue: Queue, folder: Path) -> None:
         ids = [queue.submit(SLEEP, folder, ["--hold"]) for _ in range(3)]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.cores import threads
 from hpctrain.cluster.deadline import Deadline
-from hpctrain.cluster.devices import choose_device, threads
+from hpctrain.cluster.devices import choose_device
 from hpctrain.cluster.doctor import clock_offsets, diagnose
 from hpctrain.cluster.stop import Flag, listening
 from hpctrain.cluster.wait import missing

@@ -148,7 +148,7 @@ def test_a_job_whose_end_nobody_tells_says_so_once(monkeypatch, caplog) -> None:
     monkeypatch.setenv("PATH", "")
     assert settled(deadline(RunConfig(), {"SLURM_JOB_ID": "7"})) is None
     (line,) = caplog.messages
-    assert line.startswith("when this job ends is not known, so give run.deadline: no queue was found")
+    assert line == "when this job ends is not known: no squeue is on PATH; run.deadline can tell it"
 
 
 def test_a_deadline_counts_from_the_start_and_only_shortens_the_job(monkeypatch) -> None:

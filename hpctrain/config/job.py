@@ -1,0 +1,63 @@
+"""The section ``[job]``: what a batch system is asked for, and on what machine a run takes place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hpctrain.config.section import Auto, Section
+
+
+class JobConfig(Section):
+    """The machine, and the job that ``hpctrain submit`` hands to its batch system."""
+
+    machine: str | None = None
+    """The machine: a name of ``configs/machines/``, such as ``frontier``, or the path of a machine file. Its facts fill
+    in what is ``auto`` here, and tell the planner where links are slow."""
+    nodes: int = Field(1, ge=1)
+    """Nodes that train."""
+    spares: int = Field(0, ge=0)
+    """Nodes beyond those, which take the place of slow or broken ones that the check at the start finds."""
+    tasks_per_node: int | Auto = Field("auto", ge=1)
+    """Ranks on each node; ``auto`` is one for each of its devices."""
+    cpus_per_task: int | Auto = Field("auto", ge=1)
+    """Cores of each rank; ``auto`` shares the node's usable ones."""
+    bind_cores: bool = True
+    """Whether a rank with a device keeps to the cores nearest it, as far as the launcher lets it use them."""
+    memory: str | None = None
+    """Memory of a node, such as ``480G``; the machine's habit when not given."""
+    time: str = Field("1:00:00", pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")
+    """Longest time of one life of the job: ``minutes``, ``h:mm:ss`` or ``days-hours``."""
+    account: str | None = None
+    """Who pays."""
+    partition: str | None = None
+    """Partition or queue; the machine's for GPU jobs when not given."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have, such as ``nvme``."""
+    reservation: str | None = None
+    """A reservation to run in."""
+    signal_seconds: int = Field(120, ge=0, le=65535)
+    """How long before the time limit the batch system warns the run, which minds its time by itself too; 0 for not."""
+    requeue: bool = True
+    """Whether a job that stopped before its last step goes back into the queue."""
+    check: bool = True
+    """Whether nodes, links and disk are checked before each start."""
+    modules: tuple[str, ...] | None = Field(None, strict=False)
+    """Environment modules to load; the machine's when not given."""
+    setup: tuple[str, ...] = Field((), strict=False)
+    """Lines of shell before the launch, such as the activation of a virtual environment."""
+    environment: dict[str, str] = {}
+    """Variables to export; they win over the machine's."""
+    launcher: Literal["auto", "srun", "mpirun"] = "auto"
+    """What starts the ranks inside the job; ``auto`` is the machine's habit, or srun."""
+    mpi: str | None = None
+    """Value of ``srun --mpi``: ``pmix`` for Open MPI, ``pmi2`` for MPICH; the machine's when not given."""
+    container: str | None = None
+    """An Apptainer image (SIF) that the ranks run in."""
+    binds: tuple[str, ...] = Field((), strict=False)
+    """Folders of the host that the container sees beside the run's own."""
+    options: tuple[str, ...] = Field((), strict=False)
+    """Further options for the batch system, each as it would stand after ``#SBATCH``."""
