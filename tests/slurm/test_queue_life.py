@@ -89,6 +89,10 @@ def nothing(job: Running) -> None:
     """It ends by itself."""
 
 
+def limit_is_moved(job: Running) -> None:
+    job.ask("scontrol", "update", f"JobId={job.id}", "TimeLimit=2")
+
+
 def signal_to_its_tasks(job: Running) -> None:
     job.ask("scancel", "--signal=USR1", str(job.id))
 
@@ -134,7 +138,8 @@ class Kind:
 
 
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
-SHORT = "--set run.margin_seconds=$([ ${SLURM_RESTART_COUNT:-0} = 0 ] && echo 58 || echo 1)"  # of a minute
+# Of the two minutes that it is given in its first life.
+SHORT = "--set run.ask_seconds=0.2 --set run.margin_seconds=$([ ${SLURM_RESTART_COUNT:-0} = 0 ] && echo 118 || echo 1)"
 
 
 def on(nodes: str) -> tuple[str, ...]:
@@ -144,7 +149,7 @@ def on(nodes: str) -> tuple[str, ...]:
 UNBROKEN = {"nothing": Kind(nothing, on("node1"))}
 GOES_ON = {
     "the end of its time": Kind(
-        nothing, ("--time=1", *TWO_NODES, "--nodelist=node[1,4]"), "the job's time ends in", SHORT
+        limit_is_moved, ("--time=60", *TWO_NODES, "--nodelist=node[1,4]"), "the job's time ends in", SHORT
     ),
     "a signal to its tasks": Kind(signal_to_its_tasks, on("node4"), "signal USR1 at rank"),
     "a signal to its script": Kind(signal_to_its_script, on("node4"), "signal USR1 at rank"),
