@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def train(config: Config, world: World, stop: Stop) -> int:
         open_log(config, start, world) as log,
         Saver(checkpoint, job.state, about, log.say, stop.pace) as saver,
     ):
-        log.say(greeting(config, plan, start))
+        log.say(greeting(config, plan, start, os.environ))
         ends = False
         for step in range(start, config.train.steps):
             told = job.step(step, batches, stop.agreed)
@@ -252,14 +252,14 @@ def open_log(config: Config, start: int, world: World) -> Log:
     return Log(config.run.folder, start, config.train.steps, world.leads, log.every, log.tensorboard)
 
 
-def greeting(config: Config, plan: Plan, start: int) -> str:
+def greeting(config: Config, plan: Plan, start: int, environ: Mapping[str, str]) -> str:
     """How a run begins, or one more life of it."""
-    before = life(os.environ)
+    which = [life(environ)] if life(environ) else []
     if start:
-        return f"{before}, going on from step {start}" if before else f"going on from step {start}"
+        return ", ".join([*which, f"going on from step {start}"])
     source = config.checkpoint.start_from
-    first = [f"{before}, from the beginning"] if before else []
-    return "\n".join([*first, plan.show()] + ([] if source is None else [f"starting from {source}"]))
+    lines = [f"{one}, from the beginning" for one in which] + [plan.show()]
+    return "\n".join(lines if source is None else [*lines, f"starting from {source}"])
 
 
 def parting(step: int, why: str | None) -> str:

@@ -79,7 +79,7 @@ class Cluster:
     def sbatch(self, script: str, *options: str, venv: str = "mpich") -> int:
         """Hand in a batch script; gives the number of its job, which writes to ``slurm-NUMBER.out``."""
         text = f"#!/bin/bash\n{script}\n"
-        return int(self._ask("sbatch", "--parsable", *options, text=text, env=self.environment(venv)))
+        return int(self.ask("sbatch", "--parsable", *options, text=text, env=self.environment(venv)))
 
     def wait_for(self, job: int, timeout: float = 90) -> Batch:
         """The end of a batch job. It is asked for: ``sbatch --wait`` looks so seldom that it costs ten seconds."""
@@ -87,15 +87,15 @@ class Cluster:
         while (state := self.state(job)) not in OVER:
             if time.monotonic() > limit:
                 text = self.output(job)
-                self._ask("scancel", "--signal=KILL", str(job))
+                self.ask("scancel", "--signal=KILL", str(job))
                 pytest.fail(f"job {job} is {state} after {timeout} s\n{text}")
             time.sleep(0.1)
-        shown = self._ask("scontrol", "-o", "show", "job", str(job))
+        shown = self.ask("scontrol", "-o", "show", "job", str(job))
         return Batch(job, state, int(shown.split("ExitCode=")[1].split(":")[0]), self.output(job))
 
     def state(self, job: int) -> str:
         """Where a job stands, such as ``RUNNING``."""
-        return self._ask("squeue", "-h", "-t", "all", "-o", "%T", "-j", str(job))
+        return self.ask("squeue", "-h", "-t", "all", "-o", "%T", "-j", str(job))
 
     def output(self, job: int) -> str:
         """What a batch job printed so far."""
@@ -111,12 +111,12 @@ class Cluster:
 
     def close(self) -> None:
         """End what still runs."""
-        self._ask("scancel", "--signal=KILL", "--state=RUNNING", "--user=root")
-        self._ask("scancel", "--user=root")
+        self.ask("scancel", "--signal=KILL", "--state=RUNNING", "--user=root")
+        self.ask("scancel", "--user=root")
         for job in self._jobs:
             job.stop()
 
-    def _ask(self, *command: str, text: str | None = None, env: Mapping[str, str] | None = None) -> str:
+    def ask(self, *command: str, text: str | None = None, env: Mapping[str, str] | None = None) -> str:
         done = subprocess.run(
             command, input=text, env=env or {**os.environ, "SLURM_CONF": str(self.conf)}, cwd=self.folder,
             capture_output=True, text=True, timeout=30, check=False,

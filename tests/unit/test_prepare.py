@@ -208,3 +208,17 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch):
     with shown(stream) as tell:
         tell(Counter(bytes=101, documents=1234, tokens=99), 100)
     assert "━" in stream.getvalue() and "1,234 documents" in stream.getvalue()
+
+
+def test_whoever_is_heeded_between_rounds_may_end_the_work_and_nothing_is_left(tmp_path, request_all, monkeypatch):
+    monkeypatch.setattr(preparing, "ROUND_BYTES", 8)
+    asked = []
+
+    def heed() -> None:
+        asked.append(sorted(path.name for path in tmp_path.glob("out/*")))
+        if len(asked) == 3:
+            raise SystemExit(75)
+
+    with pytest.raises(SystemExit):
+        prepare(request_all, tmp_path / "out" / "pair", heed=heed)
+    assert asked[-1] != [] and list(tmp_path.glob("out/*")) == []
