@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hpctrain
-from hpctrain.cluster.devices import usable_cores, visible_devices
+from hpctrain.cluster.cores import usable_cores
+from hpctrain.cluster.devices import visible_devices
 from hpctrain.cluster.probe import memory_limit
 from hpctrain.errors import EXIT_FAILED
 
