@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from hpctrain.errors import PlanError
+from hpctrain.plan.packed import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ class Mesh:
         """The same ranks in the same order under other axes."""
         return replace(Mesh(axes).fit(self.ranks_total), order=self.order)
 
+    def by_place(self) -> Mesh:
+        """The same axes over places instead of ranks: for a group of all ranks, whose members are in mesh order."""
+        return Mesh(self.axes)
+
     def fit(self, ranks: int) -> Mesh:
         """This mesh, if it spans just ``ranks`` ranks; PlanError if not."""
         if self.ranks_total != ranks:
@@ -84,12 +89,13 @@ class Mesh:
 
     def to_json(self) -> dict[str, Any]:
         """The mesh as dicts and lists."""
-        return {"axes": [[name, size] for name, size in self.axes], "order": self.order and list(self.order)}
+        return {"axes": [[name, size] for name, size in self.axes], "order": self.order and pack(self.order)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Mesh:
         """The mesh that ``to_json`` gave."""
-        return cls(tuple((name, size) for name, size in value["axes"]), value["order"] and tuple(value["order"]))
+        order = value["order"] and tuple(unpack(value["order"]))
+        return cls(tuple((name, size) for name, size in value["axes"]), order)
 
     # ---- positions: places in mesh order ---------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class Plan:
         """The plan as plain values; what a checkpoint keeps of the run that wrote it."""
         return {
             "mesh": self.mesh.to_json(),
-            "hosts": self.topology.to_json(),
+            "topology": self.topology.to_json(),
             "shape": vars(self.shape),
             "dtype": self.dtype,
             "zero": self.zero,

@@ -159,7 +159,7 @@ def test_the_plan_as_json_is_plain_and_gives_its_parts_back() -> None:
     found = decide(config(), TWO_NODES, 300)
     value = json.loads(json.dumps(found.to_json()))
     assert Mesh.from_json(value["mesh"]) == found.mesh
-    assert Topology.from_json(value["hosts"]) == found.topology
+    assert Topology.from_json(value["topology"]) == found.topology
     assert Schedule.from_json(value["schedule"]) == found.schedule
     assert value["shape"] | {"bias": tuple(value["shape"]["bias"])} == vars(found.shape)
     assert value["parameters"] == sum(w.size for w in weights(found.shape))
