@@ -73,9 +73,15 @@ class Mesh:
         """The same ranks in the same order under other axes."""
         return replace(Mesh(axes).fit(self.ranks_total), order=self.order)
 
-    def by_place(self) -> Mesh:
-        """The same axes over places instead of ranks: for a group of all ranks, whose members are in mesh order."""
-        return Mesh(self.axes)
+    def among(self, members: Sequence[int]) -> Mesh:
+        """The same mesh with each rank called by its place in ``members``, which has all of them, in any sequence.
+
+        Members that are not the ranks of this mesh are called by their places already.
+        """
+        places = {rank: place for place, rank in enumerate(members)}
+        if places.keys() != set(range(self.ranks_total)):
+            return self
+        return replace(self, order=tuple(places[rank] for rank in self.order or range(self.ranks_total)))
 
     def fit(self, ranks: int) -> Mesh:
         """This mesh, if it spans just ``ranks`` ranks; PlanError if not."""

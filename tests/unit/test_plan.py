@@ -151,6 +151,7 @@ def test_the_plan_is_shown_in_lines_that_say_what_and_why() -> None:
     assert lines[4:] == [
         "because   every rank takes other samples: dp = 4",
         "because   train.batch = 8 over dp = 4, 1 at once, is 2 micro-batches a rank",
+        "because   ranks along dp are on several nodes; 135.0 KiB a step cross nodes, in the order given",
     ]
     assert "is 1 micro-batch a rank" in plan(batch=4, microbatch=1).show()
 
