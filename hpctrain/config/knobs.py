@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -11,22 +12,22 @@ from pydantic_core import PydanticUndefined
 from hpctrain.config.sections import Config, Section
 
 
-def knobs() -> dict[str, str]:
-    """Every dotted key with its docstring, in the order of ``sections.py``; ``[]`` stands for each table of a list."""
-    return {key: " ".join((field.description or "").split()) for key, field in fields()}
+def knobs(model: type[Section] = Config) -> dict[str, str]:
+    """Every dotted key with its docstring, in the order of the sections; ``[]`` stands for each table of a list."""
+    return {key: " ".join((field.description or "").split()) for key, field in fields(model)}
 
 
-def defaults() -> dict[str, Any]:
+def defaults(model: type[Section] = Config) -> dict[str, Any]:
     """Every dotted key with its default, as plain values; None where it is left out."""
-    found = {key: field.get_default() for key, field in fields()}
+    found = {key: field.get_default() for key, field in fields(model)}
     return {key: _plain(value) for key, value in found.items()}
 
 
 def fields(model: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """The keys that hold values, with those of tables in lists."""
     for name, field in model.model_fields.items():
-        if is_section(field.annotation):
-            yield from fields(field.annotation, f"{prefix}{name}.")
+        if section := _section(field.annotation):
+            yield from fields(section, f"{prefix}{name}.")
             continue
         yield prefix + name, field
         for part in filter(is_section, get_args(field.annotation)):
@@ -36,6 +37,13 @@ def fields(model: type[Section] = Config, prefix: str = "") -> Iterator[tuple[st
 def is_section(annotation: Any) -> bool:
     """Whether this is the type of a table of the configuration."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """The section that a key holds, also where it may be left out; None where the key holds a value."""
+    kinds = (annotation,) if get_origin(annotation) is None else get_args(annotation)
+    found = [kind for kind in kinds if is_section(kind)]
+    return found[0] if found and {*kinds} <= {*found, NoneType} else None
 
 
 def _plain(value: Any) -> Any:

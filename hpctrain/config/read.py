@@ -7,18 +7,21 @@ import tomllib
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from hpctrain.config.knobs import knobs
+from hpctrain.config.section import Section
 from hpctrain.config.sections import Config
 from hpctrain.errors import ConfigError
+
+Made = TypeVar("Made", bound=Section)
 
 
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a TOML file and lay ``section.key=value`` overrides over it, the last one winning."""
-    return parse(_read(Path(path)), overrides, str(path))
+    return parse(tables(contents(Path(path)), str(path)), overrides, str(path))
 
 
 def parse(table: dict[str, Any], overrides: tuple[str, ...] = (), source: str = "configuration") -> Config:
@@ -26,19 +29,33 @@ def parse(table: dict[str, Any], overrides: tuple[str, ...] = (), source: str = 
     table = deepcopy(table)
     for override in overrides:
         _lay(table, override)
+    return validate(Config, table, source)
+
+
+def validate(model: type[Made], table: dict[str, Any], source: str) -> Made:
+    """Make a ``model`` of a nested table; ConfigError tells the first key that is wrong, in the file ``source``."""
     try:
-        return Config.model_validate(table)
+        return model.model_validate(table)
     except ValidationError as error:
-        raise _told(error, source) from None
+        raise _told(error, source, model) from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def contents(path: Path) -> str:
+    """The text of a TOML file; ConfigError where it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read", error.strerror or "", "give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not TOML", str(error), "mend that line") from None
+
+
+def tables(text: str, source: str) -> dict[str, Any]:
+    """The values of TOML; ConfigError where it is none."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML", str(error), "mend that line") from None
 
 
 def _lay(table: dict[str, Any], override: str) -> None:
@@ -70,16 +87,19 @@ WORDS = {
 }
 
 
-def _told(error: ValidationError, source: str) -> ConfigError:
-    """The fault of the first wrong key, as key, value and mend; the number of further wrong keys is said."""
+def _told(error: ValidationError, source: str, model: type[Section]) -> ConfigError:
+    """The fault of the first wrong key, as key, value and mend; the number of further wrong keys is said.
+
+    An unknown key goes before one that is missing: it is often the same, mistyped.
+    """
     faults: dict[str, list[Any]] = {}
-    for fault in error.errors(include_url=False):
+    for fault in sorted(error.errors(include_url=False), key=lambda fault: fault["type"] == "missing"):
         faults.setdefault(_dotted(fault["loc"]), []).append(fault)
     key, here = next(iter(faults.items()))
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    meaning = knobs().get(_any(key), "")
+    meaning = knobs(model).get(_any(key), "")
     if here[0]["type"] == "extra_forbidden":
-        return ConfigError(f"{source}: {key} is not a known key{more}", "", _nearest(_any(key)))
+        return ConfigError(f"{source}: {key} is not a known key{more}", "", _nearest(_any(key), model))
     if here[0]["type"] == "missing":
         return ConfigError(f"{source}: {key} is missing{more}", "", meaning)
     why = "; or ".join(WORDS.get(fault["type"], fault["msg"].replace("Input", "it")) for fault in here)
@@ -97,9 +117,9 @@ def _any(key: str) -> str:
     return re.sub(r"\[\d+\]", "[]", key)
 
 
-def _nearest(key: str) -> str:
+def _nearest(key: str, model: type[Section]) -> str:
     """The key that was meant: one of this name, or of a name like it in this section; else what there is."""
-    known = [*knobs(), *Config.model_fields]
+    known = [*knobs(model), *model.model_fields]
     section, _, name = key.rpartition(".")
     names = [one.rpartition(".")[2] for one in known if one.rpartition(".")[0] == section]
     same = [one for one in known if one.rpartition(".")[2] == name]
