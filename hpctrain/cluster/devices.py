@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # The variables that hide devices from a process, those of the vendor's lowest layer first.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 CPU = Path("/sys/devices/system/cpu")
+NODES = Path("/sys/devices/system/node")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,29 @@ def threads(world: World, environ: Mapping[str, str] = os.environ) -> int:
     if given.isdigit() and int(given):
         return int(given)
     return max(1, int(share(world.cores, world.cores_of_node)))
+
+
+def numa_domain(cores: Collection[int]) -> int | None:
+    """The NUMA domain that has all these cores; None where they are in several, or nobody says."""
+    return domain_of(cores, {int(path.name[4:]): _list(path) for path in NODES.glob("node[0-9]*")})
+
+
+def domain_of(cores: Collection[int], domains: Mapping[int, str]) -> int | None:
+    """The one of ``domains``, lists of cores such as ``0-23,48-71``, that has all these cores."""
+    found = {number for number, listed in domains.items() if cores and set(cores) <= _numbers(listed)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _numbers(listed: str) -> set[int]:
+    ranges = (part.partition("-") for part in listed.split(",") if part.strip())
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def _list(path: Path) -> str:
+    try:
+        return (path / "cpulist").read_text()
+    except OSError:
+        return ""
 
 
 def _siblings(cpu: int) -> str:

@@ -6,14 +6,15 @@ need not have as many ranks as divide. The groups of that axis are then put toge
 a few sequences of the axes. Each order is weighed, and the one in which ranks were numbered is among them and wins
 where no other is better.
 
-A byte costs the time that it takes of its link: it is worth more where links are slow, and where nobody told how slow,
-farther ones count as slower (``topology.rates``). An order is weighed by what all bytes of a step cost together; orders
-that are as good in that are told apart by the bytes over the farthest links, then over the next. All of it is sums of
-whole numbers and a few divisions: every rank finds the same order.
+A byte costs the time that it takes of its link, and more on a farther one in any case (``topology.rates``). An order
+is weighed by what all bytes of a step cost together; orders that are as good in that are told apart by the bytes over
+the farthest links, then over the next. All of it is sums of whole numbers and a few divisions: every rank finds the
+same order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,7 +35,7 @@ class Load:
     bytes: tuple[int, ...]
     """Of all ranks, over the links between domains of the level before, or between ranks in the nearest one."""
     cost: float
-    """Seconds of one rank's links that the bytes take, added up; by ``rates`` where no speed is known."""
+    """Seconds of one rank's links that the bytes take by the topology's ``rates``, added up."""
     seconds: float | None
     """Of all flows one after another, each as slow as the domain with most to send over links that its ranks share;
     None where a link that is used is of unknown speed."""
@@ -42,7 +43,7 @@ class Load:
     @property
     def score(self) -> tuple[float, ...]:
         """What is less for the better order."""
-        return (self.cost, *reversed(self.bytes))
+        return (float(f"{self.cost:.9g}"), *reversed(self.bytes))  # equal, whatever the last bits of sums are
 
     def to_json(self) -> dict[str, Any]:
         """Bytes by level, and the seconds where they are known."""
@@ -94,21 +95,21 @@ def compare(topology: Topology, mesh: Mesh, flows: Sequence[Flow]) -> Placement:
 
 def weigh(topology: Topology, mesh: Mesh, flows: Sequence[Flow]) -> Load:
     """What a step sends over the links of each level."""
-    sizes, rates = [level.count for level in topology.levels], topology.rates
+    sizes = [level.count for level in topology.levels]
     ranks = [np.bincount(level.array, minlength=level.count) for level in topology.levels]
+    speeds = [level.bytes_per_second or math.nan for level in topology.levels]
     seconds, total = 0.0, np.zeros(len(sizes) + 1, np.int64)
     for flow in flows:
         sent, out = _sent(topology, _groups(mesh, flow), flow)
-        slowest = sent.max() / rates[0]
+        needed = [sent.max() / speeds[0]]
         for at, level in enumerate(topology.levels[:-1]):
-            leaving = np.bincount(level.array, out[at], sizes[at])
-            slowest = max(slowest, float((leaving / ranks[at]).max()) / rates[at + 1])
-        seconds += float(slowest)
+            leaving = float((np.bincount(level.array, out[at], sizes[at]) / ranks[at]).max())
+            needed.append(leaving / speeds[at + 1] if leaving else 0.0)
+        seconds += max(needed, key=lambda one: (math.isnan(one), one))
         total += [sent.sum(), *(out[at].sum() for at in range(len(sizes)))]
     each = tuple(int(nearer - farther) for nearer, farther in zip(total, total[1:], strict=False))
-    known = all(level.bytes_per_second for level, size in zip(topology.levels, each, strict=True) if size)
-    cost = sum(size / rate for size, rate in zip(each, rates, strict=True))
-    return Load(topology.names, each, cost, seconds if known else None)
+    cost = sum(size / rate for size, rate in zip(each, topology.rates, strict=True))
+    return Load(topology.names, each, cost, None if math.isnan(seconds) else float(seconds))
 
 
 def _groups(mesh: Mesh, flow: Flow) -> np.ndarray:

@@ -133,7 +133,7 @@ def _guess(config: Config) -> int:
     kind, _, size = config.data.tokenizer.partition(":")
     if config.data.sources or kind not in ("bytes", "bpe"):
         return GUESSED
-    return int(size) if size.isdigit() else 256
+    return int(size) if size.isdigit() else 257
 
 
 def _seen(config: Config, mesh: Mesh) -> Mesh:

@@ -25,6 +25,9 @@ NODES_LISTED = 8
 # Where nobody says how fast the links of a level are, they count as so many times slower than those of the one before:
 # about what it is between NVLink and a network card, and between a card and its share of what leaves a group.
 SLOWER = 4.0
+# However fast its links are, a byte over a farther level costs as many times what one over the level before does, at
+# least: it takes links of both, and those that lead far are shared by most.
+DEARER = 2.0
 
 
 @dataclass(frozen=True)
@@ -136,15 +139,16 @@ class Topology:
 
     @cached_property
     def rates(self) -> tuple[float, ...]:
-        """Bytes per second of each level, as far as it is known, and where it is not so much that levels compare."""
+        """Bytes per second of each level by which orders of ranks are weighed.
+
+        As far as they are known, but of a farther level at most half of the one before, and a quarter where it is not
+        known; where none is, of no unit.
+        """
         known = [(at, level.bytes_per_second) for at, level in enumerate(self.levels) if level.bytes_per_second]
-        if not known:
-            return tuple(SLOWER**-at for at in range(len(self.levels)))
-        found = []
-        for at in range(len(self.levels)):
-            before = [one for one in known if one[0] <= at]
-            place, rate = before[-1] if before else known[0]
-            found.append(rate * SLOWER ** (place - at))
+        at, rate = known[0] if known else (0, 1.0)
+        found = [rate * SLOWER**at]
+        for level in self.levels[1:]:
+            found.append(min(level.bytes_per_second or found[-1] / SLOWER, found[-1] / DEARER))
         return tuple(found)
 
     def with_rates(self, rates: dict[str, float]) -> Topology:
@@ -156,7 +160,7 @@ class Topology:
 
     def describe(self) -> str:
         """One line for a log: ``2 nodes x 4 ranks``, or ``8 ranks on 3 nodes (4, 3, 1)`` where they differ."""
-        above = self.levels[self.names.index(NODE) + 1 : -1]
+        above = [level for level in self.levels[self.names.index(NODE) + 1 :] if level.count > 1]
         beyond = "".join(f", {_count(level.count, level.name)}" for level in above)
         counts = [len(ranks) for ranks in self._ranks]
         if len(set(counts)) == 1:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.cluster.devices import (
     Devices,
     check_devices,
+    domain_of,
     identities,
     physical,
     pick,
@@ -86,3 +87,12 @@ def test_a_rank_computes_with_its_share_of_the_cores_unless_told(
 ) -> None:
     world = SimpleNamespace(cores=frozenset(range(cores)), cores_of_node=(frozenset(range(cores)),) * ranks)
     assert threads(world, environ) == expected
+
+
+DOMAINS = {0: "0-3,8-11\n", 1: "4-7,12-15\n"}
+
+
+@pytest.mark.parametrize(("cores", "domain"), [({0, 3}, 0), ({4, 12}, 1), ({3, 4}, None), ({99}, None), (set(), None)])
+def test_the_numa_domain_of_a_rank_is_the_one_that_has_all_its_cores(cores: set[int], domain: int | None) -> None:
+    assert domain_of(cores, DOMAINS) == domain
+    assert domain_of(cores, {}) is None
