@@ -3,7 +3,7 @@
 A pure function of what is trained and how it is cut. Collectives count as a ring would carry them: of n ranks each
 sends (n-1)/n of all that is gathered or scattered, and twice that to sum it everywhere; the ring runs through the group
 in mesh order. Figures are those of a rank, as the mean over the stages of a pipeline. What a step sends beside them is
-left out: norms, counts, losses, and the gradients of keys' and values' heads that several ranks have.
+left out: norms, counts and losses, a few numbers each.
 
 Tensor parallelism brings activations together four times a block forwards and, as a rank keeps only its own tokens of
 them, six times backwards (Korthikanti 2022, section 4.2, with the third gather of each half made again).
@@ -19,7 +19,7 @@ from hpctrain.config import Config
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import ITEMSIZE
 from hpctrain.plan.mesh import Mesh
-from hpctrain.plan.rules import TENSOR, cuts
+from hpctrain.plan.rules import COPY, TENSOR, cuts
 from hpctrain.plan.units import FAR, NEAR, PIPE, REPLICA, SHARD, STAGES
 from hpctrain.plan.weights import NORMS, ModelShape, Weight, block, weights
 from hpctrain.schedule.action import Action, Schedule
@@ -126,6 +126,14 @@ def _products(scene: Scene) -> Iterator[Flow]:
     yield Flow("activations", TENSOR, _bytes(total * _ring(ranks) / scene.stages))
 
 
+def _copies(scene: Scene) -> Iterator[Flow]:
+    """Gradients of heads of keys and values that several ranks have, summed with each micro-batch."""
+    several = (w for w in block(scene.shape, 0) if "kv_heads" in w.dims)
+    numbers = scene.shape.layers * _local(several, scene.mesh) / scene.stages
+    total = 2 * scene.microbatches * numbers * ITEMSIZE[scene.format.compute]
+    yield Flow("gradients of heads", (COPY,), _bytes(total * _ring(scene.mesh.size(COPY))))
+
+
 def _times_by_tokens(scene: Scene) -> int:
     """How often all tokens are gathered or scattered: four times forwards, and the same backwards with two to gather
     anew, save where products of fp8 keep them; once each way at the embedding and at the head."""
@@ -226,7 +234,7 @@ def _stages(scene: Scene) -> Iterator[Flow]:
     yield Flow("stages", (PIPE,), max(sent), "links", tuple(links))
 
 
-FLOWS: tuple[Callable[[Scene], Iterator[Flow]], ...] = (_products, _gradients, _weights, _stages)
+FLOWS: tuple[Callable[[Scene], Iterator[Flow]], ...] = (_products, _copies, _gradients, _weights, _stages)
 
 
 def _ring(ranks: int) -> float:
