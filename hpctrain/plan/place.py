@@ -61,6 +61,8 @@ class Placement:
 
     mesh: Mesh
     """Its ``order`` is the one chosen."""
+    flows: tuple[Flow, ...]
+    """What travels along its axes in a step."""
     load: Load
     given: Load
     """Of the order 0, 1, 2 ..."""
@@ -87,7 +89,7 @@ def compare(topology: Topology, mesh: Mesh, flows: Sequence[Flow]) -> Placement:
     load = given = weigh(topology, mesh, flows)
     if mesh.order is not None:
         given = weigh(topology, Mesh(mesh.axes), flows)
-    return Placement(mesh, load, given, _reason(topology, mesh, flows, load, given))
+    return Placement(mesh, tuple(flows), load, given, _reason(topology, mesh, flows, load, given))
 
 
 # ---- what an order costs ---------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ def weigh(topology: Topology, mesh: Mesh, flows: Sequence[Flow]) -> Load:
     speeds = [level.bytes_per_second or math.nan for level in topology.levels]
     seconds, total = 0.0, np.zeros(len(sizes) + 1, np.int64)
     for flow in flows:
-        sent, out = _sent(topology, _groups(mesh, flow), flow)
+        sent, out = _sent(topology, groups(mesh, flow), flow)
         needed = [sent.max() / speeds[0]]
         for at, level in enumerate(topology.levels[:-1]):
             leaving = float((np.bincount(level.array, out[at], sizes[at]) / ranks[at]).max())
@@ -112,7 +114,7 @@ def weigh(topology: Topology, mesh: Mesh, flows: Sequence[Flow]) -> Load:
     return Load(topology.names, each, cost, None if math.isnan(seconds) else float(seconds))
 
 
-def _groups(mesh: Mesh, flow: Flow) -> np.ndarray:
+def groups(mesh: Mesh, flow: Flow) -> np.ndarray:
     """The groups of a flow, a row each."""
     names, sizes = [name for name, _ in mesh.axes], [size for _, size in mesh.axes]
     order = np.arange(mesh.ranks_total) if mesh.order is None else np.array(mesh.order)
@@ -234,7 +236,7 @@ def _reason(topology: Topology, mesh: Mesh, flows: Sequence[Flow], load: Load, g
     if not parted or not flows:
         return ""
     border = NODE if NODE in parted else parted[-1]
-    now, before = (_size(one.beyond(border)) for one in (load, given))
+    now, before = (told(one.beyond(border)) for one in (load, given))
     instead = f" instead of {before}" if mesh.order is not None else ""
     where = " in the order given" if mesh.order is not None else ", in the order given"
     return f"{_whereabouts(topology, mesh, flows)}; {now} a step cross {border}s{instead}{where}"
@@ -243,19 +245,24 @@ def _reason(topology: Topology, mesh: Mesh, flows: Sequence[Flow], load: Load, g
 def _whereabouts(topology: Topology, mesh: Mesh, flows: Sequence[Flow]) -> str:
     """Where the groups of the flow with most bytes are."""
     flow = max(flows, key=lambda one: one.bytes)
-    groups = _groups(mesh, flow)
     axes = " and ".join(axis for axis in flow.axes if mesh.size(axis) > 1)
-    one_node = topology.level(NODE).array[groups]
-    together = int((one_node == one_node[:, :1]).all(1).sum())
-    if together == len(groups):
-        nearest = next(x for x in topology.levels if (x.array[groups] == x.array[groups[:, :1]]).all())
-        return f"ranks along {axes} are on one {nearest.name}"
+    together, all_of_them, nearest = spread(topology, mesh, flow)
+    if together == all_of_them:
+        return f"ranks along {axes} are on one {nearest}"
     if together:
-        return f"{together:,} of {len(groups):,} groups along {axes} are on one node each"
+        return f"{together:,} of {all_of_them:,} groups along {axes} are on one node each"
     return f"ranks along {axes} are on several nodes"
 
 
-def _size(size: float) -> str:
+def spread(topology: Topology, mesh: Mesh, flow: Flow) -> tuple[int, int, str]:
+    """How many of a flow's groups are each on one node, of how many, and the nearest level that has every one whole."""
+    found = groups(mesh, flow)
+    whole = {level.name: (level.array[found] == level.array[found[:, :1]]).all(1) for level in topology.levels}
+    nearest = next(name for name, here in whole.items() if here.all())
+    return int(whole[NODE].sum()), len(found), nearest
+
+
+def told(size: float) -> str:
     """Bytes for a person."""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

@@ -231,7 +231,7 @@ def _stages(scene: Scene) -> Iterator[Flow]:
         owned = scene._tied / (scene.mesh.size(*scene.shared) if STAGES[scene.config.parallel.zero].states else 1)
         links += [(*pair, _bytes(owned * ITEMSIZE[scene.format.summed])) for pair in (ends, ends[::-1])]
     sent = [sum(size for source, _, size in links if source == rank) for rank in range(scene.stages)]
-    yield Flow("stages", (PIPE,), max(sent), "links", tuple(links))
+    yield Flow("activations between stages", (PIPE,), max(sent), "links", tuple(links))
 
 
 FLOWS: tuple[Callable[[Scene], Iterator[Flow]], ...] = (_products, _copies, _gradients, _weights, _stages)
