@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from math import prod
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -212,6 +213,34 @@ def test_seconds_are_those_of_the_domain_with_most_to_send_over_links_that_its_r
     across = replace(mesh, order=(0, 2, 1, 3))
     assert weigh(topology, across, sent) == Load(("node", "machine"), (800, 4000), 8.0 + 400.0, 100.0 + 2.0)
     assert place(topology, across, sent) == mesh.regroup(*mesh.axes)
+
+
+TRIED = [
+    ("11111333", 2, 1),
+    ("1111222333", 2, 1),
+    ("1234" * 4, 2, 2),
+    ("1" * 7 + "2" * 5 + "3" * 4, 2, 2),
+    ("11122222333333" + "44", 4, 1),
+]
+
+
+@pytest.mark.parametrize(("hosts", "tp", "pp"), TRIED)
+def test_exchanging_ranks_finds_nothing_that_is_much_better(hosts: str, tp: int, pp: int) -> None:
+    topology = Topology(tuple(hosts), (Level.of("switch", [node in "12" for node in hosts]),))
+    mesh = Mesh((("pp", pp), ("dp", len(hosts) // tp // pp), ("tp", tp)))
+    sent = (Flow("tp", ("tp",), 1000), Flow("dp", ("dp",), 200),
+            *([Flow("pp", ("pp",), 50, "links", ((0, 1, 50), (1, 0, 50)))] if pp > 1 else []))  # fmt: skip
+    placed = place(topology, mesh, sent)
+    order, random = list(placed.order or range(len(hosts))), Random(1)
+    ours = least = weigh(topology, placed, sent).cost
+    for _ in range(400):
+        one, other = random.sample(range(len(order)), 2)
+        order[one], order[other] = order[other], order[one]
+        cost = weigh(topology, replace(mesh, order=tuple(order)), sent).cost
+        if cost > least:
+            order[one], order[other] = order[other], order[one]
+        least = min(cost, least)
+    assert least > 0.99 * ours
 
 
 def test_131072_ranks_are_placed_in_pieces_of_whole_arrays():
