@@ -22,10 +22,11 @@ from hpctrain.cluster import advice, door, launcher, slurm, switches
 from hpctrain.cluster.abort import GUARD
 from hpctrain.cluster.address import own_names, resolve
 from hpctrain.cluster.advice import Advice
-from hpctrain.cluster.devices import numa_domain, usable_cores
+from hpctrain.cluster.cores import usable_cores
 from hpctrain.cluster.fact import Fact
 from hpctrain.cluster.launcher import Launch
 from hpctrain.cluster.start import start_mpi
+from hpctrain.cluster.sysfs import numa_domain
 from hpctrain.cluster.wait import wait
 from hpctrain.config import CommConfig
 from hpctrain.errors import EXIT_REQUEUE

@@ -23,6 +23,8 @@ class JobConfig(Section):
     """Ranks on each node; ``auto`` is one for each of its devices."""
     cpus_per_task: int | Auto = Field("auto", ge=1)
     """Cores of each rank; ``auto`` shares the node's usable ones."""
+    bind_cores: bool = True
+    """Whether a rank with a device keeps to the cores nearest it, as far as the launcher lets it use them."""
     memory: str | None = None
     """Memory of a node, such as ``480G``; the machine's habit when not given."""
     time: str = Field("1:00:00", pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hpctrain.plan.machine import Link, Machine
 from hpctrain.plan.topology import NODE, Level, Topology, nested
@@ -14,14 +15,15 @@ ALIKE = {"cabinet": "group", "switch": "leaf"}
 def linked(topology: Topology, machine: Machine | None, dense: bool = False) -> Topology:
     """The topology with the domains and the speeds that a machine's file tells; as it is where no machine is known.
 
-    Within a node domains are those of the file, ranks having its devices in turn. Larger ones are those that the
-    topology has, since a job may be anywhere; for one that is only planned they are ``dense``: its nodes are taken
-    to follow one another in them.
+    Within a node domains are those of the file, which ranks have in turn, unless the topology has as many of them.
+    Larger ones are those that the topology has, since a job may be anywhere; for one that is only planned they are
+    ``dense``: its nodes are taken to follow one another in them.
     """
     if machine is None or not machine.links:
         return topology
+    told = topology.levels[: topology.names.index(NODE)]
     inner = [_devices(topology, machine, x) for x in machine.links if x.devices and x.devices < machine.node.devices]
-    near = inner or list(topology.levels[: topology.names.index(NODE)])
+    near = [_seen(level, told) for level in inner] or told
     node = Level(NODE, topology.level(NODE).domains, _rate(machine.links, NODE))
     far = _dense(topology, machine) if dense else _told(topology, machine)
     return Topology(topology.hosts, tuple(nested((*near, node, *far))))
@@ -32,6 +34,11 @@ def _devices(topology: Topology, machine: Machine, link: Link) -> Level:
     devices = (local % machine.node.devices // (link.devices or 1) for local in topology.local_ranks)
     places = list(zip(topology.level(NODE).domains, devices, strict=True))
     return Level.of(link.name, places, link.gb_per_second * 1e9)
+
+
+def _seen(level: Level, told: Sequence[Level]) -> Level:
+    """The level with the domains of one of ``told`` that has as many: it was seen which ranks are in each."""
+    return next((replace(level, domains=one.domains) for one in told if one.count == level.count), level)
 
 
 def _dense(topology: Topology, machine: Machine) -> Iterator[Level]:

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.checkpoint.checkpoint import Checkpoint
+from hpctrain.cluster.stop import Flag, listening
 from hpctrain.cluster.world import World
 from hpctrain.comm.groups import Groups
 from hpctrain.config import CheckpointConfig, Config
@@ -123,16 +124,26 @@ def test_a_whole_run_saves_and_goes_on_on_other_places(first: Callable, folder: 
     for steps, hosts in ((2, "abab"), (4, "abba"), (5, "aabb")):
         more = (f"train.steps={steps}", f'run.dir="{kept}"', "parallel.tp=2", "parallel.zero=1", "optim.shape=constant")
         config = small_config(folder, *more, "precision.compute=fp64")
-        assert train(config, World.of(four, config.comm, hosts[four.rank])) == 0
+        assert trained(config, World.of(four, config.comm, hosts[four.rank])) == 0
     straight = small_config(
         folder, "train.steps=5", f'run.dir="{kept}/straight"', "optim.shape=constant", "precision.compute=fp64"
     )
     if four.rank == 0:
-        assert train(straight, World.of(MPI.COMM_SELF)) == 0
+        assert trained(straight, World.of(MPI.COMM_SELF)) == 0
     four.Barrier()
     ours, one = (losses(path) for path in (kept, kept / "straight"))
     assert list(ours) == list(one) == [1, 2, 3, 4, 5]
     assert ours == pytest.approx(one, rel=1e-10)
+
+
+def trained(config: Config, world: World) -> int:
+    """The exit status of a run that nobody stops. Collective."""
+    flag = Flag(())
+    try:
+        with listening(config.run, world, flag) as stop:
+            return train(config, world, stop)
+    finally:
+        flag.restore()
 
 
 def losses(folder: Path) -> dict[int, float]:

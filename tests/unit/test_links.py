@@ -49,6 +49,14 @@ def test_numa_domains_stay_where_the_file_tells_of_none() -> None:
     assert linked(numa, find("lumi-g")).names == ("module", "node")
 
 
+def test_a_domain_that_was_seen_counts_more_than_the_turn_of_ranks() -> None:
+    apart = Topology(("a",) * 4, (Level.of("numa", (0, 1, 0, 1)),))
+    found = linked(apart, find("frontier"))
+    assert found.names == ("module", "node")
+    assert [found.distance(0, other) for other in range(4)] == [0, 2, 1, 2]
+    assert found.levels[0].bytes_per_second == 200 * GB
+
+
 def test_a_job_on_no_known_machine_stays_as_it_is() -> None:
     topology = Topology(("a", "b"))
     assert linked(topology, None) is topology
