@@ -41,6 +41,7 @@ from hpctrain.parallel.zero import Formats, Sharded
 from hpctrain.plan.fit import fit, hinted
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
+from hpctrain.plan.links import linked
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.machines import named
 from hpctrain.plan.plan import Plan, decide, lay
@@ -60,11 +61,12 @@ def train(config: Config, world: World, stop: Stop) -> int:
     When ``stop`` says so it ends early: with a checkpoint, or before the first step with nothing that is not whole.
     """
     machine = named(config.job.machine)  # its facts, where one is named
+    topology = linked(world.topology, machine)  # where ranks are, and how fast the links between them
     device = set_up_device(config, world, machine)
-    groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
+    groups = Groups.open(lay(config, topology), world, config.comm)  # a communicator for each axis
     led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups, stop.heed)  # text becomes tokens, once
-    plan = fit(decide(config, world.topology, batches.vocabulary), config, machine)  # every decision, as one value
+    plan = fit(decide(config, topology, batches.vocabulary), config, machine)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
     knobs, folder = hinted(config.checkpoint, machine), config.run.folder / "checkpoints"
     checkpoint = Checkpoint(knobs, folder, plan.mesh, groups.whole, world.host)

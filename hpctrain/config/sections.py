@@ -178,6 +178,9 @@ class ParallelConfig(Section):
     """Whether ranks along ``tp`` share the tokens between products too: norms, dropout and residuals."""
     pp: int = Field(1, ge=1)
     """Ranks that have different blocks (pipeline parallelism)."""
+    placement: Literal["auto", "given"] = "auto"
+    """Which rank is where in the mesh: ``auto`` puts those that send each other most near each other, ``given`` takes
+    ranks as the launcher numbered them, those along ``tp`` in a row."""
     schedule: str = "1f1b"
     """What each rank along ``pp`` does when: ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``,
     ``zb-h2``, ``zb-v`` or ``dualpipe-v``; ``hpctrain draw`` shows them."""
