@@ -81,6 +81,8 @@ def train(config: Config, world: World, stop: Stop) -> int:
         Saver(checkpoint, job.state, about, log.say, stop.pace) as saver,
     ):
         log.say(greeting(config, plan, start, os.environ))
+        if checkpoint.resumed_near and start >= config.train.steps:
+            saver.step(start, last=True)  # no step is left to do, and the run's folder has no file of this one
         ends = False
         for step in range(start, config.train.steps):
             told = job.step(step, batches, stop.agreed)

@@ -46,6 +46,8 @@ class Checkpoint:
         self.config, self.folder, self.mesh, self.group = config, Path(folder), mesh, group
         self.nbytes = 0
         """What a checkpoint's tensors take, once the ranks have agreed on them to resume."""
+        self.resumed_near = False
+        """Whether what ``resume`` took was near: the run's folder has no whole file of it."""
         self._write = writer(config.writer, group)
         self.near = Near(config, folder, mesh, group, host)
         self._files = Folder(config, self.folder)
@@ -186,6 +188,7 @@ class Checkpoint:
         damaged: list[str] = []
         while True:
             step, found = self._look(entries, damaged, state)
+            self.resumed_near = step > 0
             if step or not found:
                 break
             path, index = Path(found["path"]), Index.from_json(found["index"])

@@ -18,6 +18,7 @@ from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.place import Placement, compare, place
 from hpctrain.plan.rules import TENSOR, axes, check, cuts
+from hpctrain.plan.saved import host_bytes, shown
 from hpctrain.plan.spans import TIED, Span, mine, spans
 from hpctrain.plan.states import state_bytes
 from hpctrain.plan.topology import Topology
@@ -58,6 +59,8 @@ class Plan:
     bytes: dict[str, int]
     """What one rank holds, in bytes, the one that holds most: weights, gradients, optimizer, and buffers for what
     comes and goes."""
+    host: dict[str, int]
+    """What saves take of a rank's host memory, in bytes; where ranks compute on CPUs, on top of what they hold."""
     reasons: tuple[str, ...]
     """Why it is so, a sentence each."""
 
@@ -74,6 +77,7 @@ class Plan:
             f"mesh      {self.mesh}",
             f"model     {parameters(self.shape):,} parameters in {self.dtype}",
             f"a rank    {held}",
+            *([f"on the host  {shown(self.host)}"] if self.host else []),
             *(f"because   {reason}" for reason in self.reasons),
         ))  # fmt: skip
 
@@ -89,6 +93,7 @@ class Plan:
             "parameters": parameters(self.shape),
             "schedule": self.schedule.to_json(),
             "bytes": self.bytes,
+            "host": self.host,
             "reasons": list(self.reasons),
         }
 
@@ -179,6 +184,7 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
         gather_bytes=gather_bytes,
         schedule=schedule,
         bytes=max((_bytes(own, mesh, config, gather_bytes, format) for own in units), key=lambda b: sum(b.values())),
+        host=host_bytes(config, units, topology, format.master),
         reasons=(*_reasons(config, mesh), *([placement.reason] if placement.reason else [])),
     )
 

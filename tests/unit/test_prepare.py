@@ -173,10 +173,11 @@ def test_a_run_prepares_its_text_once_and_again_when_it_changes(tmp_path, folder
     assert texts(source.path) == ["the first", "the third é"]
     assert told.getvalue() == "prepare 100% of 0.0 MiB  2 documents  23 tokens\n"
     (folder / "a.txt").write_text("another first")
-    ready(config, tmp_path / "run", group)
-    assert texts(source.path)[0] == "another first"
-    ready(config.model_copy(update={"tokenizer": "bpe:260"}), tmp_path / "run", group)
-    assert describe(source.path).vocabulary == 260
+    (changed,) = ready(config, tmp_path / "run", group)
+    assert texts(changed.path)[0] == "another first"
+    assert texts(source.path)[0] == "the first"  # which a job that began before may still read
+    (cut,) = ready(config.model_copy(update={"tokenizer": "bpe:260"}), tmp_path / "run", group)
+    assert describe(cut.path).vocabulary == 260
 
 
 def test_a_run_with_sources_prepares_nothing(tmp_path):
