@@ -16,7 +16,7 @@ from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Held, State, dtype_name
 from hpctrain.cluster.cores import threads
-from hpctrain.cluster.devices import bind_cores, choose_device
+from hpctrain.cluster.devices import bind_cores, by_fabric, choose_device
 from hpctrain.cluster.slurm import life
 from hpctrain.cluster.stop import Stop
 from hpctrain.cluster.world import World
@@ -61,8 +61,8 @@ def train(config: Config, world: World, stop: Stop) -> int:
     When ``stop`` says so it ends early: with a checkpoint, or before the first step with nothing that is not whole.
     """
     machine = named(config.job.machine)  # its facts, where one is named
-    topology = linked(world.topology, machine)  # where ranks are, and how fast the links between them
     device = set_up_device(config, world, machine)
+    topology = linked(by_fabric(world, str(device)), machine)  # where ranks are, and how fast the links between them
     groups = Groups.open(lay(config, topology), world, config.comm)  # a communicator for each axis
     led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups, stop.heed)  # text becomes tokens, once

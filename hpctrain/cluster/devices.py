@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster import cores
-from hpctrain.cluster.fabric import fabrics
+from hpctrain.cluster.fabric import fabrics, joined_ranks
 from hpctrain.cluster.sysfs import Near, near
 from hpctrain.errors import LaunchError
 from hpctrain.plan.machine import Seat
+from hpctrain.plan.topology import Topology
 
 if TYPE_CHECKING:
     from hpctrain.cluster.world import World
@@ -55,6 +56,12 @@ def bind_cores(world: World, device: str, seats: Sequence[Seat] = ()) -> None:
     """Keep this rank on the cores nearest its device, as ``choose_device`` gave it. Collective; see ``cores.bind``."""
     devices, index = seated(visible_devices(), seats), device.partition(":")[2]
     cores.bind(world, devices.near[int(index)].cores if index and devices.near else frozenset())
+
+
+def by_fabric(world: World, device: str) -> Topology:
+    """The topology of the ranks, with the domains that fast links make of their devices. Collective."""
+    names, index = visible_devices().fabrics, device.partition(":")[2]
+    return joined_ranks(world.topology, world.collect(names[int(index)] if index and names else ""))
 
 
 def assign(seen: Sequence[Devices], allowed: Sequence[Collection[int]]) -> list[int | None]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.sysfs import SYS
+from hpctrain.plan.topology import NODE, Level, Topology, nested
 
 SWITCH = "switch"
+RACK = "rack-"
 
 
 def fabrics(addresses: Sequence[str], sys: Path = SYS) -> tuple[str, ...]:
@@ -39,6 +42,22 @@ def joined(peers: Mapping[str, Sequence[str]]) -> dict[str, str]:
         old, new = sorted((home[one], home[other]), reverse=True)
         home |= {name: new for name, group in home.items() if group == old}
     return {device: home[device] if ends else "" for device, ends in peers.items()}
+
+
+def joined_ranks(topology: Topology, names: Sequence[str]) -> Topology:
+    """The topology with the domains that fast links make of the ranks' devices; ``names`` has the fabric of each.
+
+    As it is where the device of a rank hangs on none, or where the topology has such domains already.
+    """
+    if not all(names):
+        return topology
+    each = zip(topology.hosts, names, strict=True)
+    fabric = Level.of("fabric", [name if name.startswith(RACK) else (host, name) for host, name in each])
+    node, known = topology.level(NODE), [level.domains for level in topology.levels]
+    if fabric.domains in known or not (fabric.within(node) or node.within(fabric)):
+        return topology
+    levels = sorted((fabric, *topology.levels), key=lambda level: -level.count)
+    return replace(topology, levels=tuple(nested(levels)))
 
 
 def _hive(path: Path) -> str:
@@ -91,7 +110,7 @@ def _rack(handle: Any, nvml: Any) -> str:
     _asked(nvml, nvml.nvmlDeviceGetGpuFabricInfo, handle, found)
     cluster = bytes(found.clusterUuid).hex().rstrip("0")
     complete = found.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED
-    return f"rack-{cluster}-{found.cliqueId}" if complete and cluster else ""
+    return f"{RACK}{cluster}-{found.cliqueId}" if complete and cluster else ""
 
 
 def _asked(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.cluster.fabric import SWITCH, fabrics, hives, joined, told
+from hpctrain.cluster.fabric import SWITCH, fabrics, hives, joined, joined_ranks, told
+from hpctrain.plan.topology import Topology
 
 GPUS = ("0000:03:00.0", "0000:44:00.0", "0009:01:00.0", "0000:c4:00.0")
 
@@ -40,6 +41,30 @@ def test_two_ends_of_a_link_are_in_one_fabric(links: list[tuple[int, int]]) -> N
     home = joined(peers)
     assert all(home[str(one)] == home[str(other)] != "" for one, other in links)
     assert {device for device, name in home.items() if not name} == {device for device in peers if not peers[device]}
+
+
+def test_ranks_whose_devices_hang_together_are_a_domain_within_their_node() -> None:
+    topology = Topology(("a",) * 4 + ("b",) * 4)
+    names = ["nvlink-1", "nvlink-1", "nvlink-3", "nvlink-3"] * 2
+    found = joined_ranks(topology, names)
+    assert found.names == ("fabric", "node", "machine")
+    assert [found.distance(0, rank) for rank in range(8)] == [0, 1, 2, 2, 3, 3, 3, 3]
+
+
+def test_a_rack_is_a_domain_of_several_nodes() -> None:
+    found = joined_ranks(Topology(tuple("aabbccdd")), ["rack-ab-1"] * 4 + ["rack-ab-2"] * 4)
+    assert found.names == ("node", "fabric", "machine")
+    assert [found.distance(0, rank) for rank in range(0, 8, 2)] == [0, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["nvlink-1"] * 4, [""] * 4, ["nvlink-1", "nvlink-1", "", ""], ["rack-1", "rack-2", "rack-1", "rack-2"]],
+    ids=["all of a node", "none", "some", "across"],
+)
+def test_fabrics_that_say_nothing_new_or_contradict_the_nodes_are_left_out(names: list[str]) -> None:
+    topology = Topology(tuple("aabb"))
+    assert joined_ranks(topology, names) is topology
 
 
 class Board:
