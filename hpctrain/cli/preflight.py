@@ -19,7 +19,7 @@ def preflight(
     nodes: Annotated[int | None, typer.Option(help="Nodes that are to train; job.nodes when not given.", min=1)] = None,
     out: Annotated[Path | None, typer.Option(help="Write their names here, a line each, for srun --nodelist.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds that each of the two steps may take.", min=1)] = 180.0,
-    mpi: Annotated[str | None, typer.Option(help="Value of srun --mpi; job.mpi when not given.")] = None,
+    mpi: Annotated[str | None, typer.Option(help="Value of srun --mpi, for job.mpi or the machine's.")] = None,
     within: Annotated[str, typer.Option(help="What each task runs in, e.g. 'apptainer exec image.sif'.")] = "",
     set: Overrides = None,  # noqa: A002 - the option's name
     as_json: AsJson = False,
@@ -31,11 +31,14 @@ def preflight(
     from hpctrain.cluster.preflight import Start, record, write
     from hpctrain.cluster.preflight import preflight as check
     from hpctrain.config import load
+    from hpctrain.plan.machines import named
 
     chosen = load(config, tuple(set or ()))
     in_slurm = "SLURM_JOB_ID" in os.environ
     launcher = "mpirun" if chosen.job.launcher == "mpirun" else "srun"
-    start = Start(in_slurm, mpi or chosen.job.mpi, launcher, tuple(shlex.split(within)))
+    machine = named(chosen.job.machine)
+    mpi = mpi or chosen.job.mpi or (machine.batch.mpi if machine else None)
+    start = Start(in_slurm, mpi, launcher, tuple(shlex.split(within)))
     if not in_slurm:
         print("no Slurm job: checking this machine alone", file=sys.stderr)
     outcome = check(chosen, nodes, limit, start)
