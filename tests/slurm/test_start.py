@@ -24,6 +24,7 @@ WHO = """
 with join() as world:
     me = dict(rank=world.rank, size=world.size, host=world.host, node=world.node, local_rank=world.local_rank,
         local_size=world.local_size, launcher=world.launcher, hosts=world.topology.hosts,
+        levels={level.name: level.domains for level in world.topology.levels},
         sum=sum(world.comm.allgather(world.rank)) if world.comm else 0, own=socket.gethostname(),
         facts={fact.name: [fact.value, fact.source] for fact in world.facts}, slurm=os.environ.get("SLURM_PROCID"))
     pathlib.Path(f"rank-{world.rank}.json").write_text(json.dumps(me))
@@ -92,6 +93,7 @@ def test_each_rank_knows_its_node_however_the_ranks_are_spread(cluster, script, 
     assert all(me["local_size"] == nodes.count(me["node"]) for me in ranks)
     assert all(me["hosts"] == [f"node{node + 1}" for node in nodes] and me["host"] == me["own"] for me in ranks)
     assert all(str(me["rank"]) == me["slurm"] for me in ranks)
+    assert all(me["levels"]["switch"] == [node // 2 for node in nodes] for me in ranks)  # two nodes share one
 
 
 def test_ranks_that_srun_did_not_introduce_refuse_to_work_alone(cluster, script, tmp_path: Path) -> None:
@@ -133,6 +135,8 @@ def test_mpirun_inside_an_allocation_is_believed_before_slurm(cluster, script, t
     assert [(me["rank"], me["size"], me["sum"]) for me in ranks] == [(rank, 4, 6) for rank in range(4)]
     assert [me["node"] for me in ranks] == [0, 0, 1, 1]
     assert all(me["launcher"].startswith(("mpirun of Open MPI", "mpiexec of MPICH")) for me in ranks)
+    # Also where the launcher hands the first node's variables to the ranks of the second.
+    assert all(me["levels"].keys() == {"node", "switch", "tier 2"} for me in ranks)
 
 
 @BOTH
