@@ -47,8 +47,10 @@ def image(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     index = torch_index()
     arguments = {"MPI": family.name, **({"TORCH_INDEX": index} if index else {})}
     folder = tmp_path_factory.mktemp(family.name)
-    yield build(DEFINITION, arguments, folder, downloads(family, arguments))
-    shutil.rmtree(folder)
+    try:
+        yield build(DEFINITION, arguments, folder, downloads(family, arguments))
+    finally:
+        shutil.rmtree(folder)  # gigabytes
     left = subprocess.run(["losetup", "--list"], capture_output=True, text=True, check=True).stdout
     assert str(folder) not in left
 

@@ -25,7 +25,7 @@ from tests.support.definition import Copy, Stage, read
 from tests.support.jobs import ROOT
 
 ENTER = Path(__file__).with_name("enter_image")
-TOOLS = ("debootstrap", "mksquashfs", "siftool", "unshare", "chroot")
+TOOLS = ("debootstrap", "mksquashfs", "siftool", "unshare", "setpriv", "chroot")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RELEASES = {"debian:12": "bookworm"}  # base images whose like debootstrap makes
 ARCHITECTURES = {"x86_64": "2", "aarch64": "4"}  # as SIF numbers them
@@ -145,14 +145,14 @@ def post(stage: Stage, root: Path, downloads: Path) -> None:
 
 
 def _in_root(root: Path, command: list[str], environment: Mapping[str, str], binds: Mapping[Path, str], out) -> None:
-    """Run a command in a root file system, in mount and PID namespaces that end with it."""
+    """Run a command in a root file system, in mount and PID namespaces that end with it, and with this process."""
     mounts = [("/dev", "/dev"), *((str(source), target) for source, target in binds.items())]
     lines = [f'mkdir -p "$0{target}"; mount --rbind "{source}" "$0{target}"' for source, target in mounts]
     script = "\n".join(['mount -t proc proc "$0/proc"', *lines, 'exec chroot "$0" "$@"'])
-    namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private"]
+    start = "setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --propagation private sh -ec".split()
     done = subprocess.run(
-        [*namespaces, "sh", "-ec", script, str(root), *command], env=dict(environment), stdin=subprocess.DEVNULL,
-        stdout=out, stderr=subprocess.STDOUT, timeout=STEP_SECONDS, check=False,
+        [*start, script, str(root), *command], env=dict(environment), stdin=subprocess.DEVNULL, stdout=out,
+        stderr=subprocess.STDOUT, timeout=STEP_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"exit code {done.returncode}\n{Path(out.name).read_text(errors='replace')[-6000:]}"
 
