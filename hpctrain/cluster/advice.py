@@ -159,12 +159,24 @@ def _far(cores: Collection[int], near: Collection[int]) -> bool:
 def hidden_devices(node: Sequence[Rank]) -> Advice | None:
     """A node with accelerators that torch does not see."""
     has = node[0].probe.devices_of_node
-    if not has or any(rank.probe.devices for rank in node):
+    if not has or any(rank.probe.devices for rank in node) or node[0].probe.container.driver_lost:
         return None
     return Advice(
         f"{node[0].probe.host} has {has} accelerators in /dev, and torch {node[0].probe.torch} sees none",
         "a torch built for processors only, a driver too old for it, or a mask such as CUDA_VISIBLE_DEVICES hides them",
         "install the torch build for this accelerator; in a container start it with --nv (NVIDIA) or --rocm (AMD)",
+    )
+
+
+def lost_driver(node: Sequence[Rank]) -> Advice | None:
+    """A container with NVIDIA devices and without the library of their driver."""
+    container = node[0].probe.container
+    if not container.driver_lost:
+        return None
+    return Advice(
+        f"{container} on {node[0].probe.host} has /dev/nvidia*, but no libcuda.so.1",
+        "the driver's library belongs to the host's kernel and is never in an image: it has to be mounted in",
+        "start it with --nv (Apptainer) or --gpus all (Docker, Podman); Enroot needs libnvidia-container on the node",
     )
 
 
@@ -225,6 +237,18 @@ FOLDER_NOTES = {
 }
 
 
+def image_on_slingshot(ranks: Sequence[Rank]) -> Advice | None:
+    """Several nodes of a Slingshot network whose ranks talk by the image's own MPI library."""
+    container = ranks[0].probe.container
+    if len({rank.node for rank in ranks}) == 1 or not container.own_mpi or not container.slingshot:
+        return None
+    return Advice(
+        f"the MPI library is the image's own, and the nodes have a Slingshot network ({container.slingshot})",
+        "a library that was not built for it takes a slow way: LUMI measured 2.4 GB/s instead of 12.2",
+        "bind the host's Cray MPICH into an image with MPICH, or its libfabric into one with Open MPI 5",
+    )
+
+
 def clocks_apart(clocks: Sequence[float]) -> list[Advice]:
     """Nodes whose clocks disagree by more than logs and traces bear."""
     apart = max(clocks) - min(clocks)
@@ -261,6 +285,12 @@ NODE_CHECKS: tuple[Callable[[Sequence[Rank]], Advice | None], ...] = (
     isolated_devices,
     far_cores,
     hidden_devices,
+    lost_driver,
     two_mpis,
 )
-JOB_CHECKS: tuple[Callable[[Sequence[Rank]], Advice | None], ...] = (little_space, private_folder, slow_folder)
+JOB_CHECKS: tuple[Callable[[Sequence[Rank]], Advice | None], ...] = (
+    little_space,
+    private_folder,
+    slow_folder,
+    image_on_slingshot,
+)

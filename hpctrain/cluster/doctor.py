@@ -75,6 +75,8 @@ FOUND: dict[str, tuple[Callable[[Rank], Any], Callable[[Probe], str]]] = {
     "hdf5": (lambda r: r.probe.hdf5.version or f"none: {r.probe.hdf5.reason}", lambda p: "h5py.version"),
     "hdf5.parallel": (lambda r: r.probe.hdf5.parallel, lambda p: "h5py.get_config().mpi"),
     "mpi.loaded": (lambda r: ", ".join(r.probe.mpi_libraries), lambda p: "/proc/self/maps"),
+    "mpi.from": (lambda r: ", ".join(r.probe.container.mpi_from), lambda p: "/proc/self/mountinfo"),
+    "container": (lambda r: str(r.probe.container), lambda p: p.container.source),
     "devices": (lambda r: len(r.probe.devices), lambda p: f"torch.{p.device_kind}, {p.device_mask}"),
     "devices.of_node": (lambda r: r.probe.devices_of_node, lambda p: "/dev"),
     "devices.near": (lambda r: _near(r.probe), lambda p: "/sys/bus/pci/devices"),

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
 
+from hpctrain.cluster.container import Container
 from hpctrain.cluster.launcher import Launch
 from hpctrain.errors import LaunchError
 
 LOOPBACK = ("127.", "::1")
+OUTSIDE = Container()
 
 
-def check_size(launch: Launch, size: int, library: str) -> None:
-    """Refuse N processes that each believe to be alone, and any other size than the launcher's."""
+def check_size(launch: Launch, size: int, library: str, container: Container = OUTSIDE) -> None:
+    """Refuse N processes that each believe to be alone, and any other size than the launcher's.
+
+    ``library`` is the MPI library's version, ``container`` what this process runs in.
+    """
     if launch.size is None or launch.size == size:
         return
     name = library.strip().splitlines()[0].split(",")[0].strip("\0 ")
@@ -20,7 +25,7 @@ def check_size(launch: Launch, size: int, library: str) -> None:
         raise LaunchError(
             f"{launch.launcher} started {launch.size} ranks ({said}), but for MPI this process is alone",
             f"the MPI library ({name}) and the launcher speak no common PMI: {launch.size} separate runs would start",
-            _mend(launch),
+            _mend_in_container(launch) if container else _mend(launch),
         )
     raise LaunchError(
         f"MPI counts {size} ranks, but {launch.launcher} says {said}",
@@ -66,3 +71,16 @@ def _mend(launch: Launch) -> str:
     if launch.launcher == "srun":
         return "use srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI); srun --mpi=list shows what there is"
     return "start with the mpirun that belongs to this MPI library, or name another library in MPI4PY_LIBMPI"
+
+
+def _mend_in_container(launch: Launch) -> str:
+    """The launcher is the host's, and the library mostly the image's own."""
+    if launch.launcher == "srun":
+        return (
+            "give srun the --mpi of the library in the container: pmix (Open MPI) or pmi2 (MPICH, Intel MPI); where "
+            "srun --mpi=list has it not, build the image with the other library, or bind the host's in"
+        )
+    return (
+        "start the container by the host's mpirun of the same library and major version, as in mpirun -n N apptainer "
+        "exec IMAGE ..., or for the ranks of one node mpirun inside the container"
+    )

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from hpctrain.cluster.container import Container, look
 from hpctrain.cluster.devices import VISIBLE, visible_devices
+from hpctrain.cluster.mounts import holder
 from hpctrain.cluster.sysfs import Near
 
 MPI_LIBRARY = re.compile(r"/libmpi(ch)?(_cray|_gnu|_intel|_abi|\d)*\.so")  # and not its C++ or Fortran part
@@ -57,6 +59,7 @@ class Probe:
     threads: str | None
     near: tuple[Near, ...] = ()
     """What is near each of ``devices``, as far as Linux tells it."""
+    container: Container = Container()
 
 
 def probe(folder: Path) -> Probe:
@@ -66,6 +69,7 @@ def probe(folder: Path) -> Probe:
     memory, source = memory_limit()
     devices = visible_devices()
     hdf5 = _hdf5()  # before the list of libraries: h5py may bring its own
+    libraries = mpi_libraries(Path("/proc/self/maps").read_text())
     return Probe(
         socket.gethostname(),
         memory,
@@ -73,7 +77,7 @@ def probe(folder: Path) -> Probe:
         mount_of(Path("/dev/shm")),
         mount_of(folder),
         hdf5,
-        mpi_libraries(Path("/proc/self/maps").read_text()),
+        libraries,
         devices.kind,
         devices.ids,
         _devices_of_node(),
@@ -81,6 +85,7 @@ def probe(folder: Path) -> Probe:
         torch.__version__,
         os.environ.get("OMP_NUM_THREADS"),
         devices.near,
+        look(libraries),
     )
 
 
@@ -101,14 +106,8 @@ def mount_of(path: Path) -> Mount:
 
 def find_mount(path: str, mountinfo: str) -> tuple[str, str]:
     """Mount point and type of the file system that holds an absolute path; of two on one point, the later one."""
-    best = ("/", "unknown")
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        point = _unescaped(before.split()[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best[0]):
-            best = (point, after.split()[0])
-    return best
+    found = holder(path, mountinfo)
+    return found.point, found.kind
 
 
 def mpi_libraries(maps: str) -> tuple[str, ...]:
@@ -153,11 +152,6 @@ def _devices_of_node() -> int:
     names = [path.name for folder in (Path("/dev"), Path("/dev/dri")) if folder.is_dir() for path in folder.iterdir()]
     kinds = [name.rstrip("0123456789") for name in names if DEVICE_FILE.fullmatch(name)]
     return max((kinds.count(kind) for kind in set(kinds)), default=0)
-
-
-def _unescaped(text: str) -> str:
-    """Blanks and the like stand in mountinfo as a backslash and three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def python() -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpctrain.cluster import advice, door, launcher, slurm, switches
+from hpctrain.cluster import advice, container, door, launcher, slurm, switches
 from hpctrain.cluster.abort import GUARD
 from hpctrain.cluster.address import own_names, resolve
 from hpctrain.cluster.advice import Advice
@@ -102,7 +102,7 @@ class World:
         mpi = start_mpi(launch, config.start_seconds)
         comm = None
         if mpi is not None:
-            door.check_size(launch, mpi.COMM_WORLD.size, mpi.Get_library_version())
+            door.check_size(launch, mpi.COMM_WORLD.size, mpi.Get_library_version(), container.here())
             GUARD.arm(mpi.COMM_WORLD, config.timeout_seconds)
             _together(mpi.COMM_WORLD, config)
             comm, private = _communicators()
