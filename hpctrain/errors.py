@@ -9,6 +9,7 @@
     ├── ShapeError                        tensors that do not fit each other
     ├── CommError                         a collective that failed
     │   └── LateError                     a rank that did not come in time
+    ├── QueueError                        Slurm refused something, or did not answer
     ├── DataError                         text, tokens or their files
     └── CheckpointError                   a checkpoint that cannot be written or read
         ├── IncompleteError               a file whose writing did not end
@@ -71,6 +72,10 @@ class CommError(HpctrainError):
 
 class LateError(CommError):
     """A rank did not come to a collective in time."""
+
+
+class QueueError(HpctrainError):
+    """Slurm refused what was asked of it, or did not answer in time."""
 
 
 class DataError(HpctrainError):
