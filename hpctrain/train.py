@@ -36,8 +36,10 @@ from hpctrain.parallel.pipeline import Runner
 from hpctrain.parallel.recompute import recompute
 from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.parallel.zero import Formats, Sharded
+from hpctrain.plan.fit import fit, hinted
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
+from hpctrain.plan.machines import named
 from hpctrain.plan.plan import Plan, decide, lay
 from hpctrain.plan.rules import COPY, TENSOR
 from hpctrain.plan.units import PIPE, REPLICA, SHARD, STAGES
@@ -51,13 +53,15 @@ from hpctrain.watch.meter import Meter, measured_peak_flops, peak_memory_bytes
 
 def train(config: Config, world: World) -> int:
     """Run one training job, from its configuration to its last checkpoint; gives the exit status. All ranks call it."""
+    machine = named(config.job.machine)  # its facts, where one is named
     device = set_up_device(world)
     groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
     led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups)  # text becomes tokens, once
-    plan = decide(config, world.topology, batches.vocabulary)  # every decision, as one value
+    plan = fit(decide(config, world.topology, batches.vocabulary), config, machine)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
-    checkpoint = Checkpoint(config.checkpoint, config.run.folder / "checkpoints", plan.mesh, groups.whole, world.host)
+    knobs, folder = hinted(config.checkpoint, machine), config.run.folder / "checkpoints"
+    checkpoint = Checkpoint(knobs, folder, plan.mesh, groups.whole, world.host)
     about = {"plan": plan.to_json(), "config": config.model_dump()}
 
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new

@@ -13,6 +13,8 @@ from hpctrain.cli.options import AsJson
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
+    from hpctrain.config import Section
+
 
 def knobs(
     as_json: AsJson = False,
@@ -22,7 +24,9 @@ def knobs(
     from rich.console import Console
     from rich.table import Table
 
-    rows = _rows()
+    from hpctrain.config import Config
+
+    rows = rows_of(Config)
     if as_json:
         print(json.dumps(rows, indent=2))
     elif markdown:
@@ -34,13 +38,15 @@ def knobs(
         Console().print(table)
 
 
-def _rows() -> list[dict[str, Any]]:
+def rows_of(model: type[Section]) -> list[dict[str, Any]]:
+    """What can be set in a file of this kind: keys with what they take, their defaults and meanings."""
     from hpctrain.config import defaults, fields
     from hpctrain.config import knobs as meanings
 
-    values, texts = defaults(), meanings()
+    values, texts = defaults(model), meanings(model)
     return [
-        {"key": key, "value": kind(field), "default": values[key], "meaning": texts[key]} for key, field in fields()
+        {"key": key, "value": kind(field), "default": values[key], "meaning": texts[key]}
+        for key, field in fields(model)
     ]
 
 
@@ -92,13 +98,14 @@ def page(rows: list[dict[str, Any]]) -> str:
     sections = []
     for name, field in Config.model_fields.items():
         own = [row for row in rows if row["key"].startswith(f"{name}.")]
-        table = "".join(map(_line, own))
+        table = "".join(map(line, own))
         about = " ".join((field.annotation.__doc__ or "").split())
         sections.append(f"\n## {name}\n\n{about}\n\n| key | value | default | meaning |\n|---|---|---|---|\n{table}")
     return HEAD + "".join(sections)
 
 
-def _line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
+    """A key as a line of a table in a page."""
     default = f"`{_default(row)}`" if _default(row) else ""
     meaning = row["meaning"].replace("``", "`")
     return f"| `{row['key']}` | {row['value']} | {default} | {meaning} |\n"

@@ -13,20 +13,34 @@ if TYPE_CHECKING:
     from hpctrain.config import Config
 
 
+Machine = Annotated[
+    str | None, typer.Option(help="A machine's name, or the path of a machine file; job.machine where left out.")
+]
+Ranks = Annotated[int | None, typer.Option(help="How many ranks the run would have.", min=1)]
+Nodes = Annotated[int | None, typer.Option(help="Nodes of the machine; job.nodes where left out.", min=1)]
+Gpus = Annotated[int | None, typer.Option(help="Devices of the machine, instead of its nodes.", min=1)]
+
+
 def plan(
     config: ConfigPath,
-    ranks: Annotated[int, typer.Option(help="How many ranks the run would have.", min=1)] = 1,
+    ranks: Ranks = None,
+    machine: Machine = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
     vocabulary: Vocabulary = None,
     set: Overrides = None,  # noqa: A002 - the option's name
     as_json: AsJson = False,
 ) -> None:
     """Decide and show; needs neither torch nor MPI nor the machine."""
     from hpctrain.config import load
+    from hpctrain.plan.fit import fit
+    from hpctrain.plan.machines import ask, named
     from hpctrain.plan.plan import decide
-    from hpctrain.plan.topology import Topology
 
     chosen = load(config, tuple(set or ()))
-    found = decide(chosen, Topology(("node",) * ranks), vocabulary or tokens(chosen))
+    there = named(machine or chosen.job.machine)
+    topology = ask(there, chosen.job, nodes, gpus, ranks)
+    found = fit(decide(chosen, topology, vocabulary or tokens(chosen)), chosen, there)
     print(json.dumps(found.to_json(), indent=2) if as_json else found.show())
 
 

@@ -17,9 +17,9 @@ def knobs(model: type[Section] = Config) -> dict[str, str]:
     return {key: " ".join((field.description or "").split()) for key, field in fields(model)}
 
 
-def defaults() -> dict[str, Any]:
+def defaults(model: type[Section] = Config) -> dict[str, Any]:
     """Every dotted key with its default, as plain values; None where it is left out."""
-    found = {key: field.get_default() for key, field in fields()}
+    found = {key: field.get_default() for key, field in fields(model)}
     return {key: _plain(value) for key, value in found.items()}
 
 

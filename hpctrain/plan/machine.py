@@ -125,7 +125,7 @@ class Batch(Section):
     account: bool = True
     """Whether a job must name an account."""
     memory: str | None = None
-    """What to ask for when a run does not say; None where the site wants none."""
+    """What to ask for when a run does not say; left out where the site wants none."""
     options: tuple[str, ...] = Field((), strict=False)
     """Lines for the batch system that each job needs; ``{devices}`` stands for the devices of a node."""
     launch: tuple[str, ...] = Field((), strict=False)

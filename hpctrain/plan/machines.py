@@ -46,6 +46,11 @@ def find(name: str | Path) -> Machine:
     return describe(name).machine
 
 
+def named(name: str | None) -> Machine | None:
+    """The machine that is named, if one is."""
+    return None if name is None else find(name)
+
+
 def describe(name: str | Path) -> Described:
     """The same, with the sources of its values."""
     path = Path(name) if _is_path(str(name)) else _path(str(name))
@@ -86,11 +91,24 @@ def _path(name: str) -> Path:
     )
 
 
+def ask(
+    machine: Machine | None, job: JobConfig, nodes: int | None = None, gpus: int | None = None, ranks: int | None = None
+) -> Topology:
+    """The ranks of a job that is asked for by some of these numbers; on one node where no machine is known."""
+    if machine is not None:
+        return topology_of(machine, *size(machine, job, nodes, gpus, ranks))
+    for option, number in (("--nodes", nodes), ("--gpus", gpus)):
+        if number is not None:
+            why = "a machine's file says how many ranks that are"
+            raise PlanError(f"{option} {number} without a machine", why, "give --machine too, or --ranks instead")
+    return Topology(("node",) * (ranks or 1))
+
+
 def topology_of(machine: Machine, nodes: int, tasks_per_node: int) -> Topology:
     """Ranks in blocks on so many nodes of a machine; PlanError where it has fewer."""
     if machine.nodes is not None and nodes > machine.nodes:
-        has = f"{machine.nodes} node{'s' * (machine.nodes != 1)}"
-        raise PlanError(f"{nodes} nodes of {machine.name}", f"it has {has}", "ask for no more than that")
+        why = f"{machine.name} has {machine.nodes:,}"
+        raise PlanError(f"{nodes:,} nodes are more than there are", why, "ask for no more than that")
     return Topology(tuple(f"node{node:05}" for node in range(1, nodes + 1) for _ in range(tasks_per_node)))
 
 

@@ -16,7 +16,7 @@ from hpctrain.config.job import JobConfig
 from hpctrain.errors import ConfigError, PlanError
 from hpctrain.plan import sourced
 from hpctrain.plan.machine import Link, Machine, Seat
-from hpctrain.plan.machines import VARIABLE, find, names, size, topology_of
+from hpctrain.plan.machines import VARIABLE, ask, find, named, names, size, topology_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -273,8 +273,29 @@ def test_ranks_are_in_blocks_on_nodes(nodes: int, tasks: int) -> None:
 
 
 def test_a_machine_has_no_more_nodes_than_it_has(machine: Machine) -> None:
-    with pytest.raises(PlanError, match="4 nodes of Small\n  it has 3 nodes\n  ask for no more than that"):
+    with pytest.raises(PlanError, match="4 nodes are more than there are\n  Small has 3\n  ask for no more than"):
         topology_of(machine, 4, 1)
+
+
+def test_without_a_machine_all_ranks_are_on_one_node() -> None:
+    assert named(None) is None
+    assert ask(None, JobConfig(nodes=3)).hosts == ("node",)
+    assert ask(None, JobConfig(), ranks=3).hosts == ("node",) * 3
+
+
+@pytest.mark.parametrize("option", ["nodes", "gpus"])
+def test_nodes_without_a_machine_are_refused(option: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        ask(None, JobConfig(), **{option: 4})
+    assert str(caught.value).split("\n  ") == [
+        f"--{option} 4 without a machine",
+        "a machine's file says how many ranks that are",
+        "give --machine too, or --ranks instead",
+    ]
+
+
+def test_a_machine_of_any_size_has_as_many_nodes_as_asked() -> None:
+    assert len(ask(find("dgx-h100"), JobConfig(), nodes=5000).hosts) == 40000
 
 
 WHOLE = "a node of Small has 4 devices, and a job has whole nodes"
