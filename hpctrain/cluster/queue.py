@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -193,11 +194,21 @@ def find_queue(tell: Tell | None = None) -> Queue:
     Where pyslurm is there and does not fit, ``tell`` gets one warning, and Slurm's commands are used; without ``tell``
     it goes to the error stream. Raises LaunchError where there is neither.
     """
-    if shutil.which("squeue") is None:
-        raise _none()
+    tell, commands = tell or warn, shutil.which("squeue") is not None
+    if find_spec("pyslurm"):
+        from hpctrain.cluster.slurm_library import LibraryQueue, misfit
+
+        fault = misfit()
+        if fault is None:
+            return LibraryQueue(tell)
+        if not commands:
+            raise _none(fault.what, fault.why)
+        tell(fault)
+    if not commands:
+        raise _none("pyslurm is not installed")
     from hpctrain.cluster.slurm_commands import CommandQueue
 
-    return CommandQueue(tell or warn)
+    return CommandQueue(tell)
 
 
 def warn(advice: Advice) -> None:
@@ -210,9 +221,10 @@ def select(jobs: Iterable[QueuedJob], ids: Sequence[str], user: str | None) -> t
     return tuple(job for job in jobs if (not ids or job.named(ids)) and user in (None, job.user))
 
 
-def _none() -> LaunchError:
+def _none(*library: str) -> LaunchError:
+    """No way to a queue; what is the matter with pyslurm is told too."""
     return LaunchError(
-        "no queue was found: squeue is not on PATH, and pyslurm does not serve",
+        f"no queue was found: squeue is not on PATH, and {': '.join(library)}",
         "hpctrain asks Slurm by its own commands, or through pyslurm",
         "put Slurm's commands on PATH (module load slurm), log in where they are, or start with mpirun instead",
     )

@@ -131,12 +131,22 @@ def run(
         raise _missing(command[0], folder) from None
     except subprocess.TimeoutExpired:
         why = "Slurm's controller is busy or cannot be reached"
-        mend = "look with squeue --me whether it was done all the same, then try again"
-        raise QueueError(f"{' '.join(command[:2])} did not answer in {seconds:.0f} s", why, mend) from None
+        look = "look with squeue --me whether it was done all the same, then try again"
+        raise QueueError(f"{' '.join(command[:2])} did not answer in {seconds:.0f} s", why, look) from None
     if done.returncode:
         words = _words(done.stderr or done.stdout)
-        raise QueueError(f"{' '.join(command)} failed", words, _mend(words))
+        raise QueueError(f"{' '.join(command)} failed", words, mend(words))
     return done
+
+
+def release() -> str | None:
+    """The release of Slurm that its commands are of, such as ``22.05.8``; None where they do not tell."""
+    try:
+        said = run(["squeue", "--version"], "", None, {}, SECONDS).stdout
+    except (LaunchError, QueueError):
+        return None
+    found = re.search(r"\d+\.\d+(?:\.\d+)?", said)
+    return found[0] if found else None
 
 
 def _missing(command: str, folder: Path | None) -> LaunchError:
@@ -155,7 +165,8 @@ def _words(text: str) -> str:
     return "\n  ".join(line for line in lines if line) or "it said nothing"
 
 
-def _mend(words: str) -> str:
+def mend(words: str) -> str:
+    """How to mend what Slurm complained of."""
     return next((mend for part, mend in MENDS.items() if part.lower() in words.lower()), OTHERWISE)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hpctrain.cluster import slurm_text
 from hpctrain.cluster.advice import Advice
 from hpctrain.cluster.queue import Queue, find_queue
 from hpctrain.cluster.slurm_commands import CommandQueue
+from hpctrain.cluster.slurm_library import LibraryQueue, misfit
 from tests.contract.queue import SLEEP, QueueContract
 
 pytestmark = pytest.mark.slurm
@@ -47,6 +49,17 @@ class TestCommands(QueueContract):
         ).stdout
         plain = [vars(job) | {"output": None, "reason": None} for job in queue.jobs()]
         assert [vars(job) | {"output": None, "reason": None} for job in slurm_text.jobs(shown)] == plain
+
+
+class TestLibrary(QueueContract):
+    @pytest.fixture
+    def queue(self, folder: Path, told: list[Advice]) -> Iterator[Queue]:
+        if find_spec("pyslurm") is None:
+            pytest.skip("pyslurm is not installed")
+        if fault := misfit():
+            pytest.skip(str(fault))
+        yield LibraryQueue(told.append)
+        assert told == []
 
 
 def test_the_queue_is_found_where_slurm_is(folder: Path) -> None:
