@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ def train(config: ConfigPath, set: Overrides = None) -> None:  # noqa: A002 - th
         from hpctrain.train import train as run  # after MPI has started: some MPI libraries fail when torch came first
 
         status = run(chosen, world)
+        if status:  # srun ends the step when the first rank leaves with it, and what TERM ends has another status
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise typer.Exit(status)
 
 

@@ -35,16 +35,15 @@ def flux_script(request: Request) -> str:
 
 SCRIPTS: dict[str, Callable[[Request], str]] = {"slurm": batch_script, "pbs": pbs_script, "flux": flux_script}
 ENDINGS = {"slurm": "sbatch", "pbs": "pbs", "flux": "flux"}
+HAND_IN = {"slurm": "sbatch", "pbs": "qsub", "flux": "flux batch"}
 
 
 @dataclass(frozen=True)
 class System:
     """What differs between batch systems inside a script."""
 
-    job: str
-    """Where the shell finds the job's number."""
     element: str | None
-    """Where it finds the number of an element of an array."""
+    """Where the shell finds the number of an element of an array."""
     hand_in: str
     """What hands a script in, from a shell at the login."""
     again: Callable[[Request], str]
@@ -53,9 +52,9 @@ class System:
     """Whether the job's shell gets a signal before the time limit."""
 
 
-_SLURM = System("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "sbatch", lambda r: 'scontrol requeue "$SLURM_JOB_ID"', True)
-_PBS = System("PBS_JOBID", "PBS_ARRAY_INDEX", "qsub", lambda r: f"qsub {word(r.place.script)}", False)
-_FLUX = System("FLUX_JOB_ID", None, "flux batch", lambda r: f"flux --parent batch {word(r.place.script)}", False)
+_SLURM = System("SLURM_ARRAY_TASK_ID", HAND_IN["slurm"], lambda r: 'scontrol requeue "$SLURM_JOB_ID"', True)
+_PBS = System("PBS_ARRAY_INDEX", HAND_IN["pbs"], lambda r: f"qsub {word(r.place.script)}", False)
+_FLUX = System(None, HAND_IN["flux"], lambda r: f"flux --parent batch {word(r.place.script)}", False)
 
 
 # ---- lines for the batch system ------------------------------------------------------------------------------------
@@ -260,7 +259,9 @@ def _check(r: Request, system: System) -> str:
     """The check before each start, which also chooses the nodes that train."""
     if not r.check:
         return ""
-    check = ("if hpctrain preflight", *_config(r), f"--nodes {r.nodes}", '--out "$nodes"')
+    within = (f"--within {word(' '.join(_contained(r)))}",) if r.image else ()
+    mpi = (f"--mpi={word(r.mpi)}",) if r.mpi else ()
+    check = ("if hpctrain preflight", *_config(r), f"--nodes {r.nodes}", '--out "$nodes"', *mpi, *within)
     about = f"; it chooses {r.nodes} of the job's {r.nodes + r.spares} nodes." if r.spares else "."
     few = (
         f'    if [[ $status == 1 && $(wc -l < "$few") -le {AGAIN_AT_MOST} ]]; then',

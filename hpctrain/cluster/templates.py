@@ -11,8 +11,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hpctrain.cluster.request import Image, Place, Request, Variable
+from hpctrain.cluster.request import Image, Place, Request, request
 from hpctrain.cluster.script import SCRIPTS
+from hpctrain.cluster.variables import words
+from hpctrain.config import parse
+from hpctrain.plan.machines import describe
 
 OPTIONS = "Options of sbatch win over these lines:  sbatch --nodes=8 --time=12:00:00 slurm/train.sbatch ..."
 AGAIN = "Status 75: the run was stopped in good order before its last step. Hand it in again, and it goes on."
@@ -47,15 +50,6 @@ GENERIC = Request(
     launch=(),
     mpi="pmix",
     image=None,
-)
-POLARIS = (
-    Variable("NCCL_NET", "AWS Libfabric", "the network plugin; unset these where it hangs"),
-    Variable("NCCL_NET_GDR_LEVEL", "PHB"),
-    Variable("NCCL_CROSS_NIC", "1"),
-    Variable("NCCL_COLLNET_ENABLE", "1"),
-    Variable("FI_CXI_DISABLE_HOST_REGISTER", "1"),
-    Variable("FI_MR_CACHE_MONITOR", "userfaultfd"),
-    Variable("FI_CXI_DEFAULT_CQ_SIZE", "131072"),
 )
 
 
@@ -98,17 +92,13 @@ def _pbs() -> Request:
     about = (
         "One rank for each GPU with PBS and PALS, as on Polaris:",
         "    qsub -A PROJECT -v CONFIG=configs/x.toml slurm/train.pbs",
-        "On Aurora: select=2, filesystems=home:flare, --ppn 12 with -n 24, and module load frameworks.",
+        "For Aurora, and for another number of nodes: hpctrain submit CONFIG --machine aurora --dry-run",
         AGAIN,
         SUBMIT,
     )
-    options = ("-l place=scatter", "-l filesystems=home:eagle")
-    launch = ("--depth=8", "--cpu-bind=depth")
-    return replace(
-        GENERIC, system="pbs", place=Place("", "", "", "slurm/train.pbs", about=about), mpi=None, launcher="mpiexec",
-        options=("-l select=2:system=polaris", *options), launch=launch, advised=POLARIS, machine="Polaris",
-        requeue=False,
-    )  # fmt: skip
+    place = Place("", "", "", "slurm/train.pbs", about=about)
+    found, config = describe("polaris"), parse({"run": {"name": "train"}, "job": {"nodes": 2, "account": "PROJECT"}})
+    return replace(request(config, found.machine, place, words(found.values)), account=None, requeue=False)
 
 
 def _flux() -> Request:

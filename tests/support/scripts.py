@@ -21,22 +21,6 @@ PLACE = Place(
     "/home/ada/project", "runs/tiny", "runs/tiny/job-1.toml", "runs/tiny/job-1.sbatch", "configs/tiny.toml",
     "/home/ada/project/.venv/bin",
 )  # fmt: skip
-# As Argonne's user guide has it: four GPUs and 64 threads a node, PBS, and mpiexec of PALS.
-POLARIS = Machine(
-    name="Polaris",
-    nodes=560,
-    node=Node(devices=4, cores=32, threads_per_core=2, memory_gib=512),
-    device=Device(name="A100 40GB", kind="cuda", memory_gib=40),
-    batch=Batch(
-        system="pbs",
-        launcher="mpiexec",
-        partition="prod",
-        options=("-l select={nodes}:system=polaris", "-l place=scatter", "-l filesystems=home:eagle"),
-        launch=("--depth=16", "--cpu-bind=depth"),
-        environment={"NCCL_CROSS_NIC": "1", "FI_MR_CACHE_MONITOR": "userfaultfd"},
-        environment_across={"NCCL_NET": "AWS Libfabric"},
-    ),
-)
 # A made-up cluster with Flux.
 REEF = Machine(
     name="Reef",
@@ -45,7 +29,7 @@ REEF = Machine(
     device=Device(name="MI300A", kind="rocm", memory_gib=128),
     batch=Batch(system="flux", launcher="flux run", account=False),
 )
-OWN = {"polaris": POLARIS, "reef": REEF}
+OWN = {"reef": REEF}
 
 
 def asked(machine: str | None, *overrides: str, place: Place = PLACE, **environ: str) -> Request:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.cluster.request import clock, seconds
+from hpctrain.cluster.request import clock, request, seconds
 from hpctrain.config import parse
 from hpctrain.errors import ConfigError, UsageError
-from tests.support.scripts import asked
+from hpctrain.plan.machine import Batch, Device, Machine, Node
+from tests.support.scripts import PLACE, asked
 
 
 def test_a_rank_is_started_for_each_device_and_gets_its_share_of_the_cores() -> None:
@@ -27,7 +28,8 @@ def test_without_a_machine_it_is_what_the_configuration_says() -> None:
 
 def test_options_of_the_machine_know_its_devices_and_the_nodes() -> None:
     assert asked("lab").options == ("--gpus-per-node=4",)
-    assert asked("polaris", "job.nodes=7", "job.account=a").options[0] == "-l select=7:system=polaris"
+    found = request(parse({"job": {"nodes": 7}}), POOL, PLACE)
+    assert found.options == ("-l select=7:ngpus=2",)
 
 
 def test_options_for_the_machines_launcher_are_not_given_to_another() -> None:
@@ -58,6 +60,14 @@ def test_the_warning_is_a_signal_that_the_run_listens_to_and_never_the_one_that_
 
 def test_no_warning_is_asked_for_with_zero_seconds() -> None:
     assert asked("lab", "job.signal_seconds=0").warning is None
+
+
+POOL = Machine(
+    name="pool",
+    node=Node(devices=2, cores=8, memory_gib=64),
+    device=Device(name="A10", kind="cuda", memory_gib=24),
+    batch=Batch(system="pbs", launcher="mpiexec", account=False, options=("-l select={nodes}:ngpus={devices}",)),
+)
 
 
 # ---- time

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hpctrain.cluster.request import Element, Request
 from hpctrain.cluster.script import SCRIPTS
 from hpctrain.cluster.templates import templates
+from hpctrain.plan.machines import find, names
 from tests.support.scripts import asked, launch_line, run_bash, shellcheck
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,8 +72,15 @@ def test_bash_reads_the_script_and_shellcheck_finds_nothing(script: str) -> None
 @EVERY
 def test_the_cores_of_a_rank_stand_once_in_the_command_that_starts_it(asks: Request) -> None:
     line = launch_line(text(asks))
-    expected = 1 if asks.launcher in ("srun", "flux run", "mpiexec") else 0
-    assert len(re.findall(r"--(?:cpus-per-task|cores-per-task|depth)|(?<!\w)-c\b", line)) == expected
+    expected = {"srun": 1, "flux run": 1, "mpiexec": 1, "mpirun": 0}[asks.launcher]
+    assert len(re.findall(r"--cpus-per-task|--cores-per-task|--cpu-bind=list|(?<!\w)-c\b", line)) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in names() if find(name).batch.system != "none"])
+def test_every_machine_has_a_script_that_bash_reads(name: str) -> None:
+    script = text(asked(name, "job.nodes=2", "job.account=abc123"))
+    done = run_bash(f"bash -n <<'END OF SCRIPT'\n{script}\nEND OF SCRIPT")
+    assert (done.returncode, done.stderr, "None" in script, "{" in launch_line(script)) == (0, "", False, False)
 
 
 @EVERY
