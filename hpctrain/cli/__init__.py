@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from hpctrain import __version__
-from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, plan, train
+from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, plan, preflight, train
 from hpctrain.errors import HpctrainError
 
 GRACE_SECONDS = 2.0
@@ -29,6 +29,7 @@ app.command("train")(train.train)
 app.command("plan")(plan.plan)
 app.command("knobs")(knobs.knobs)
 app.command("doctor")(doctor.doctor)
+app.command("preflight")(preflight.preflight)
 app.command("draw")(draw.draw)
 app.add_typer(data.app, name="data", help="Text to tokens.")
 app.add_typer(ckpt.app, name="ckpt", help="Look into checkpoints, check and convert them, bring weights in and out.")
