@@ -5,6 +5,7 @@
     │   ├── ConfigError                   a key of the configuration
     │   ├── PlanError                     a mesh, a layout or a schedule that does not fit
     │   └── LaunchError                   ranks that were started in a way that cannot work
+    ├── NodesError                        nodes of the job that cannot train
     ├── DivergedError                     a gradient that is no number, on all ranks at once
     ├── ShapeError                        tensors that do not fit each other
     ├── CommError                         a collective that failed
@@ -56,6 +57,10 @@ class PlanError(UsageError):
 
 class LaunchError(UsageError):
     """The ranks were started in a way that cannot work."""
+
+
+class NodesError(HpctrainError):
+    """Too few of the job's nodes can train."""
 
 
 class DivergedError(HpctrainError):

@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from hpctrain import __version__
-from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, machines, plan, submit, train
+from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, machines, plan, preflight, submit, train
 from hpctrain.errors import HpctrainError
 
 GRACE_SECONDS = 2.0
@@ -31,6 +31,7 @@ app.command("submit")(submit.submit)
 app.command("knobs")(knobs.knobs)
 app.command("machines")(machines.machines)
 app.command("doctor")(doctor.doctor)
+app.command("preflight")(preflight.preflight)
 app.command("draw")(draw.draw)
 app.add_typer(data.app, name="data", help="Text to tokens.")
 app.add_typer(ckpt.app, name="ckpt", help="Look into checkpoints, check and convert them, bring weights in and out.")

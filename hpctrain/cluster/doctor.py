@@ -7,7 +7,6 @@ over what the ranks found, one for each thing that is known to go wrong.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any
 from hpctrain.cluster import advice, slurm
 from hpctrain.cluster.advice import Advice, Rank
 from hpctrain.cluster.fact import Fact
+from hpctrain.cluster.links import clock_offsets
 from hpctrain.cluster.probe import Probe, probe, python
 from hpctrain.cluster.world import World
 from hpctrain.errors import LaunchError
-
-PINGS = 9
 
 
 @dataclass(frozen=True)
@@ -56,33 +54,6 @@ def show(report: Report) -> str:
     lines = [f"{name:<{widths[0]}}  {value:<{min(widths[1], 48)}}  {source}".rstrip() for name, value, source in rows]
     warned = [f"warning: {item}" for item in report.warnings]
     return "\n".join([*lines, "", *(warned or ["nothing to mend"])])
-
-
-def clock_offsets(world: World) -> list[float]:
-    """For each node, how many seconds its clock is ahead of that of rank 0's node. Collective.
-
-    Each node's first rank answers pings of rank 0 with its time; the quickest of them, halved, tells the way
-    (Cristian 1989).
-    """
-    firsts = [world.topology.ranks_of(node)[0] for node in range(len(world.topology.nodes))]
-    offsets = [0.0]
-    for first in firsts[1:]:
-        if world.leads:
-            offsets.append(min(_ping(world, first) for _ in range(PINGS))[1])
-        elif world.rank == first:
-            for _ in range(PINGS):
-                world.comm.recv(source=0)
-                world.comm.send(time.time(), dest=0)
-    return world.share(offsets)
-
-
-def _ping(world: World, rank: int) -> tuple[float, float]:
-    """The seconds of a round trip, and how far ahead the other clock is."""
-    sent = time.time()
-    world.comm.send(None, dest=rank)
-    there = world.comm.recv(source=rank)
-    back = time.time()
-    return back - sent, there - (sent + back) / 2
 
 
 # ---- facts ---------------------------------------------------------------------------------------------------------

@@ -107,6 +107,22 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     return expand_nodes_alone(text)
 
 
+def nodes_now(job: str) -> tuple[str, ...] | None:
+    """The nodes that a job has at this moment: with ``--no-kill``, fewer than it began with once some were lost.
+
+    None where Slurm's own commands are not there, or do not answer.
+    """
+    if not shutil.which("scontrol"):
+        return None
+    command = ["scontrol", "--oneliner", "show", "job", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return None
+    found = re.search(r" NodeList=(\S+)", done.stdout)
+    return expand_nodes(found[1]) if found and found[1] != "(null)" else None
+
+
 def expand_nodes_alone(text: str) -> tuple[str, ...]:
     """``expand_nodes`` without Slurm's own commands, as in most containers; names of one bracket come out sorted."""
     items = _check_nodes(text)

@@ -51,6 +51,12 @@ class JobConfig(Section):
     folder keeps it out."""
     check: bool = True
     """Whether nodes, links and disk are checked before each start."""
+    slow_compute: float = Field(0.8, ge=0, le=1)
+    """In that check a node is slow that multiplies matrices at less than this part of the others' speed; 0 for none."""
+    slow_links: float = Field(0.5, ge=0, le=1)
+    """Likewise for what it exchanges with other nodes, and for copies in its memory and to its devices."""
+    slow_disks: float = Field(0.2, ge=0, le=1)
+    """Likewise for what it writes to the run's folder and to ``checkpoint.near``."""
     modules: tuple[str, ...] | None = Field(None, strict=False)
     """Environment modules to load; the machine's when not given."""
     setup: tuple[str, ...] = Field((), strict=False)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.devices import choose_device, threads
-from hpctrain.cluster.doctor import clock_offsets, diagnose
+from hpctrain.cluster.doctor import diagnose
+from hpctrain.cluster.links import clock_offsets
 from hpctrain.cluster.stop import listening
 from hpctrain.cluster.wait import missing
 from hpctrain.cluster.world import World
