@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from hpctrain import __version__
-from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, machines, plan, preflight, submit, train
+from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, machines, plan, preflight, queue, submit, train
 from hpctrain.errors import HpctrainError
 
 GRACE_SECONDS = 2.0
@@ -33,6 +33,9 @@ app.command("machines")(machines.machines)
 app.command("doctor")(doctor.doctor)
 app.command("preflight")(preflight.preflight)
 app.command("draw")(draw.draw)
+app.command("status")(queue.status)
+app.command("logs")(queue.logs)
+app.command("cancel")(queue.cancel)
 app.add_typer(data.app, name="data", help="Text to tokens.")
 app.add_typer(ckpt.app, name="ckpt", help="Look into checkpoints, check and convert them, bring weights in and out.")
 app.add_typer(bench.app, name="bench", help="Time what training does: collectives, a step, checkpoints.")

@@ -7,12 +7,18 @@ a person: its batch script then does not put itself back into the queue.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 FILE = "jobs.jsonl"
 NO_REQUEUE = "no-requeue"
+
+# An output that Slurm named, or the one who wrote the script: slurm-12.out, job-12_3.out.
+_OUTPUT = re.compile(r"(?:slurm|job)-(\d+(?:_\d+)?)\.out")
+_SAID = re.compile(r"\bSLURM_JOB_ID=(\d+)")
+HEAD_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -26,15 +32,21 @@ class Handed:
     """The file of its output, in which ``%j`` and ``%A`` stand for the id and ``%a`` for a number of the array."""
     kind: str = "slurm"
 
-    def outputs(self, task: str | None = None) -> list[Path]:
+    def outputs(self, folder: Path, task: str | None = None) -> list[Path]:
         """The files of its output that are there; of an array one for each job, of ``task`` alone where that is given.
 
-        The one that was written to last comes last.
+        The one that was written to last comes last. ``folder`` is the run's: a file that was moved along is found too.
         """
-        name = self.output.replace("%j", self.id).replace("%A", self.id)
-        path = Path(name.replace("%a", task or "*"))
-        found = path.parent.glob(path.name) if "%a" in name and task is None else [path]
-        return sorted((one for one in found if one.is_file()), key=lambda one: one.stat().st_mtime)
+        job, _, own = self.id.partition("_")
+        number = task or own or None
+        name = self.output.replace("%j", self.id).replace("%A", job)
+        pattern = Path(name.replace("%a", number or "*"))
+        many = "%a" in name and number is None
+        for place in (pattern.parent, folder):
+            paths = place.glob(pattern.name) if many else [place / pattern.name]
+            if found := [path for path in paths if path.is_file()]:
+                return sorted(found, key=lambda path: path.stat().st_mtime)
+        return []
 
 
 def append(folder: Path, handed: Handed) -> None:
@@ -51,9 +63,27 @@ def read(folder: Path) -> tuple[Handed, ...]:
     return tuple(handed for line in lines if (handed := _handed(line)))
 
 
+def guessed(folder: Path) -> tuple[Handed, ...]:
+    """The jobs whose output lies in the run's folder, by the names of the files, else by what their first lines say.
+
+    For a run whose jobs were handed in by other means, and so are not in ``jobs.jsonl``.
+    """
+    paths = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
+    return tuple(Handed(id, path.stat().st_mtime, "", str(path)) for path in paths if (id := _guess(path)))
+
+
 def newest(jobs: Sequence[Handed]) -> Handed | None:
     """The one that was handed in last."""
     return max(jobs, key=lambda handed: handed.submitted_at, default=None)
+
+
+def _guess(path: Path) -> str | None:
+    named = _OUTPUT.fullmatch(path.name)
+    if named:
+        return named[1]
+    with path.open("rb") as file:
+        said = _SAID.search(file.read(HEAD_BYTES).decode(errors="replace"))
+    return said[1] if said else None
 
 
 def _handed(line: str) -> Handed | None:

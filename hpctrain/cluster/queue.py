@@ -6,6 +6,7 @@ and an error keeps Slurm's own words.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,8 @@ AWAY = frozenset(
         "NOT_RESPONDING",
     }
 )
+
+_SPAN = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 
 Tell = Callable[[Advice], None]
 
@@ -104,8 +107,16 @@ class QueuedJob:
         return self.state in {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 
     def named(self, ids: Iterable[str]) -> bool:
-        """Whether one of these ids means it: its own, or that of the array or heterogeneous job that it belongs to."""
-        return not {self.id, self.label, self.array_job, self.het_job}.isdisjoint(ids)
+        """Whether one of these ids means it: its own, or that of the array or heterogeneous job that it belongs to.
+
+        Jobs of an array that wait are one until they start; the number of each means it.
+        """
+        own = {self.id, self.label, self.array_job, self.het_job}
+        return any(id in own or self._stands_for(id) for id in ids)
+
+    def _stands_for(self, id: str) -> bool:
+        array, _, task = id.partition("_")
+        return array == self.array_job and task.isdigit() and holds(self.array_tasks or "", int(task))
 
 
 @dataclass(frozen=True)
@@ -219,6 +230,19 @@ def warn(advice: Advice) -> None:
 def select(jobs: Iterable[QueuedJob], ids: Sequence[str], user: str | None) -> tuple[QueuedJob, ...]:
     """Those jobs that these ids name, or all without ids, of this user, or of all."""
     return tuple(job for job in jobs if (not ids or job.named(ids)) and user in (None, job.user))
+
+
+def holds(tasks: str, number: int) -> bool:
+    """Whether a number is among ``3``, ``1,4-9`` or ``0-20:5%2``. Slurm cuts long lists off: then it may be."""
+    for part in tasks.split("%")[0].split(","):
+        found = _SPAN.fullmatch(part)
+        if found is None and part.endswith("..."):
+            return True
+        if found:
+            first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+            if number in range(first, last + 1, step):
+                return True
+    return False
 
 
 def _none(*library: str) -> LaunchError:

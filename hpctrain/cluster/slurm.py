@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
@@ -131,6 +131,11 @@ def expand_nodes_alone(text: str) -> tuple[str, ...]:
         return tuple(name for item in items for name in NodeSet(item, resolver=RESOLVER_NOGROUP))
     except NodeSetException as error:
         raise _malformed(text, str(error)) from None
+
+
+def fold_nodes(names: Iterable[str]) -> str:
+    """Names as a short node list: ``n[1-3],login``."""
+    return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
 
 
 def expand_counts(text: str) -> tuple[int, ...]:

@@ -47,7 +47,8 @@ class CommandQueue:
         self._told: set[str] = set()
 
     def jobs(self, ids: Sequence[str] = (), user: str | None = None) -> tuple[QueuedJob, ...]:
-        narrowed = [f"--jobs={','.join(ids)}"] if ids else []
+        wholes = dict.fromkeys(id.partition("_")[0] for id in ids)  # arrays: tasks that wait are one to some releases
+        narrowed = [f"--jobs={','.join(wholes)}"] if ids else []
         narrowed += [f"--user={user}"] if user else []
         asked = "squeue", "--json", "--states=all", *narrowed
         try:

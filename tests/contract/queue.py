@@ -85,9 +85,12 @@ class QueueContract:
         self.until(queue, f"{array}_2", lambda job: job is not None and job.state == "RUNNING")
         assert sorted(job.label for job in queue.jobs([array])) == [f"{array}_1", f"{array}_2", f"{array}_[3-4%2]"]
         assert [job.array_tasks for job in queue.jobs([f"{array}_1"])] == ["1"]
+        assert queue.job(f"{array}_4").waits and queue.job(f"{array}_5") is None
         queue.cancel(f"{array}_1")
         self.until(queue, f"{array}_1", lambda job: job.over)
         self.until(queue, f"{array}_3", lambda job: job is not None and job.state == "RUNNING")
+        queue.cancel(f"{array}_[4]")  # as a label has it
+        assert self.until(queue, f"{array}_4", lambda job: job.over).state == "CANCELLED"
         queue.cancel(array)
         self.until(queue, f"{array}_2", lambda job: job.over)
         assert all(job.over or job.state == "COMPLETING" for job in queue.jobs([array]))

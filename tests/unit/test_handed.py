@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.cluster.jobs import FILE, Handed, append, newest, read
+from hpctrain.cluster.jobs import FILE, Handed, append, guessed, newest, read
 
 HANDED = st.builds(Handed, st.text(), st.floats(allow_nan=False), st.text(), st.text(), st.text())
 
@@ -63,9 +63,9 @@ def test_the_newest_is_the_one_that_was_handed_in_last(tmp_path: Path) -> None:
 
 def test_the_output_of_a_job_is_a_file_once_it_is_there(tmp_path: Path) -> None:
     job = handed(tmp_path)
-    assert job.outputs() == []
+    assert job.outputs(tmp_path) == []
     (tmp_path / "slurm-12.out").touch()
-    assert job.outputs() == [tmp_path / "slurm-12.out"]
+    assert job.outputs(tmp_path) == [tmp_path / "slurm-12.out"]
 
 
 def test_an_array_has_an_output_for_each_job_and_the_last_written_comes_last(tmp_path: Path) -> None:
@@ -73,6 +73,29 @@ def test_an_array_has_an_output_for_each_job_and_the_last_written_comes_last(tmp
     for age, name in enumerate(("slurm-12_3.out", "slurm-12_1.out", "slurm-12_2.out", "slurm-13_1.out")):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (age, age))
-    assert [path.name for path in job.outputs()] == ["slurm-12_3.out", "slurm-12_1.out", "slurm-12_2.out"]
-    assert [path.name for path in job.outputs("1")] == ["slurm-12_1.out"]
-    assert job.outputs("9") == []
+    assert [path.name for path in job.outputs(tmp_path)] == ["slurm-12_3.out", "slurm-12_1.out", "slurm-12_2.out"]
+    assert [path.name for path in job.outputs(tmp_path, "1")] == ["slurm-12_1.out"]
+    assert job.outputs(tmp_path, "9") == []
+
+
+def test_a_job_of_an_array_that_was_handed_in_by_its_number_has_its_own_output(tmp_path: Path) -> None:
+    job = handed(tmp_path, "slurm-%A_%a.out", id="12_2")
+    for name in ("slurm-12_1.out", "slurm-12_2.out"):
+        (tmp_path / name).touch()
+    assert [path.name for path in job.outputs(tmp_path)] == ["slurm-12_2.out"]
+
+
+def test_an_output_is_found_where_the_run_was_moved_to(tmp_path: Path) -> None:
+    job = handed(tmp_path / "before")
+    (tmp_path / "slurm-12.out").touch()
+    assert job.outputs(tmp_path) == [tmp_path / "slurm-12.out"]
+
+
+def test_jobs_that_were_handed_in_otherwise_are_known_by_their_output(tmp_path: Path) -> None:
+    texts = {"slurm-12.out": "", "job-13_4.out": "", "train.out": "on n1\nSLURM_JOB_ID=14\n", "other.out": "nothing"}
+    for age, (name, said) in enumerate(texts.items()):
+        (tmp_path / name).write_text(said)
+        os.utime(tmp_path / name, (age, age))
+    assert [job.id for job in guessed(tmp_path)] == ["12", "13_4", "14"]
+    assert [path.name for job in guessed(tmp_path) for path in job.outputs(tmp_path)] == list(texts)[:3]
+    assert guessed(tmp_path / "nowhere") == ()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.cluster import slurm_json, slurm_text
-from hpctrain.cluster.queue import QueuedJob, select
+from hpctrain.cluster.queue import QueuedJob, holds, select
 from hpctrain.cluster.slurm_json import UnknownSchema
 from tests.unit.slurm_lists import newer_jobs, newer_nodes, text
 
@@ -125,7 +125,30 @@ def test_an_id_stands_for_all_jobs_of_an_array_or_of_a_heterogeneous_job() -> No
     assert [job.label for job in select(jobs, ["4"], None)] == ["4_1", "4_2", "4_[3-5%2]"]
     assert [job.label for job in select(jobs, ["4_2", "6"], None)] == ["6", "7", "4_2"]
     assert select(jobs, ["1"], "somebody") == ()
+    assert [job.label for job in select(jobs, ["4_4"], None)] == ["4_[3-5%2]"]
+    assert select(jobs, ["4_6", "5_1", "4_x", "_", ""], None) == ()
     assert select(jobs, [], "user1") == jobs
+
+
+@given(st.sets(st.integers(0, 60), min_size=1), st.integers(0, 60), st.sampled_from(["", "%2"]))
+def test_a_list_of_tasks_holds_exactly_its_numbers(numbers: set[int], number: int, limit: str) -> None:
+    assert holds(",".join(map(str, sorted(numbers))) + limit, number) == (number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "number", "found"),
+    [
+        ("1,4-9", 7, True),
+        ("1,4-9", 3, False),
+        ("0-20:5%2", 15, True),
+        ("0-20:5%2", 16, False),
+        ("1-3,5,...", 99, True),  # cut off: it may be
+        ("1-3,5,...", 2, True),
+        ("", 0, False),
+    ],
+)
+def test_a_list_of_tasks_is_read_in_all_its_forms(tasks: str, number: int, found: bool) -> None:
+    assert holds(tasks, number) == found
 
 
 @pytest.mark.parametrize(
