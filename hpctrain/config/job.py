@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from hpctrain.config.section import Auto, Section
 
@@ -25,9 +26,9 @@ class JobConfig(Section):
     """Nodes that train."""
     spares: int = Field(0, ge=0)
     """Nodes beyond those, which take the place of slow or broken ones that the check at the start finds; with srun."""
-    tasks_per_node: int | Auto = Field("auto", ge=1)
+    tasks_per_node: int | Auto = "auto"
     """Ranks on each node; ``auto`` is one for each of the machine's devices."""
-    cpus_per_task: int | Auto = Field("auto", ge=1)
+    cpus_per_task: int | Auto = "auto"
     """Processors of each rank, as the batch system counts them; ``auto`` shares the node's usable ones."""
     memory: str | None = None
     """Memory of a node, such as ``480G``; the machine's habit when not given."""
@@ -73,3 +74,10 @@ class JobConfig(Section):
     """Folders of the host that the container sees beside the run's own."""
     options: tuple[str, ...] = Field((), strict=False)
     """Further options for the batch system, each as it would stand after ``#SBATCH``."""
+
+    @field_validator("tasks_per_node", "cpus_per_task")
+    @classmethod
+    def _at_least_one(cls, value: int | Auto) -> int | Auto:
+        if value != "auto" and value < 1:
+            raise PydanticCustomError("at_least_one", "it should be at least 1")
+        return value

@@ -97,6 +97,13 @@ def test_a_time_that_may_mean_two_things_or_nothing_is_refused(time: str) -> Non
         parse({"job": {"time": time}})
 
 
+@pytest.mark.parametrize("key", ["job.tasks_per_node", "job.cpus_per_task"])
+def test_a_number_of_ranks_or_cores_is_auto_or_at_least_one(key: str) -> None:
+    assert getattr(parse({}, (f"{key}=auto",)).job, key.removeprefix("job.")) == "auto"
+    with pytest.raises(ConfigError, match=f"{key} = 0 cannot be\\n  it should be at least 1"):
+        parse({}, (f"{key}=0",))
+
+
 # ---- what is refused
 
 REFUSED = {
