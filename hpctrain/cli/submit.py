@@ -186,7 +186,7 @@ def _show(submission: Submission) -> None:
     from rich.console import Console
     from rich.syntax import Syntax
 
-    Console().print(Syntax(submission.script, "bash", background_color="default"))
+    Console().print(Syntax(submission.script, "bash", theme="ansi_dark", background_color="default", word_wrap=True))
 
 
 def _forecast(expected: Expected) -> str:

@@ -17,6 +17,8 @@ from hpctrain.plan.machine import Batch, Machine
 
 NO_MACHINE = Batch(system="slurm", launcher="srun", account=False)
 """What holds where no machine is named: Slurm, without a word about its habits."""
+UNKNOWN = {"pbs": ("memory", "qos", "constraint"), "flux": ("memory", "qos", "reservation")}
+"""Keys of ``[job]`` that a batch system has no line for."""
 WARNINGS = ("USR1", "USR2")  # the signal before the time limit; not TERM, with which a job is cancelled
 
 
@@ -170,6 +172,7 @@ def request(
         mpi=job.mpi or batch.mpi,
         image=_image(config, machine, place.folder),
     )
+    _check_system(found, job)
     _check(found, machine, environ)
     return found
 
@@ -261,6 +264,17 @@ def _check(found: Request, machine: Machine | None, environ: Mapping[str, str]) 
         raise ConfigError(what, "only srun is told which of a job's nodes to use", "set job.spares to 0")
     if machine:
         _check_machine(found, machine, environ)
+
+
+def _check_system(found: Request, job: JobConfig) -> None:
+    """What the batch system cannot be asked for is not passed over."""
+    for name in UNKNOWN.get(found.system, ()):
+        if getattr(job, name) is not None:
+            what = f"job.{name} = {getattr(job, name)!r}, and {found.system} has no option of that meaning"
+            raise ConfigError(what, "it would be passed over", "write it as the site wants it, into job.options")
+    if found.launcher == "srun" and found.system != "slurm":
+        what = f'job.launcher = "srun" on {found.machine}, which has {found.system}'
+        raise ConfigError(what, "srun starts ranks in jobs of Slurm", 'set job.launcher to "auto"')
 
 
 def _check_machine(found: Request, machine: Machine, environ: Mapping[str, str]) -> None:

@@ -50,10 +50,15 @@ def submit(cluster: Cluster, tmp_path: Path) -> Submit:
     (tmp_path / "tiny.toml").write_text(CONFIG.format(mpi=SRUN_MPI[library("main")]))
     (tmp_path / "text.txt").write_text("ranks meet, tokens flow, a loss comes down\n" * 500)
 
-    def hand_in(*words: object) -> subprocess.CompletedProcess[str]:
-        return cluster.run("hpctrain submit tiny.toml --yes", *words, venv="main")
+    return lambda *words: type_in(cluster, "hpctrain", "submit", "tiny.toml", "--yes", *words)
 
-    return hand_in
+
+def type_in(cluster: Cluster, *words: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """A command as a user types it, to its end; jobs that it hands in go on."""
+    return subprocess.run(
+        [*map(str, words)], env=cluster.environment("main"), cwd=cluster.folder, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
 
 
 def handed(done: subprocess.CompletedProcess[str]) -> list[int]:
@@ -74,43 +79,45 @@ def wait_for_step(cluster: Cluster, job: int, folder: Path) -> None:
     assert logged(folder), f"{cluster.state(job)}\n{output(folder, job)}"
 
 
+def late_ends(folder: Path) -> Path:
+    """A folder for PYTHONPATH that makes ranks end one after the other: srun ends those that are late."""
+    (folder / "late").mkdir()
+    program = "import atexit, os, time\natexit.register(time.sleep, int(os.environ.get('SLURM_PROCID', 0)) / 2)\n"
+    (folder / "late/sitecustomize.py").write_text(program)
+    return folder / "late"
+
+
 def shown(cluster: Cluster, job: int) -> dict[str, Any]:
     words = cluster.run(f"scontrol -o show job {job}").stdout.split()
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def test_a_run_is_handed_in_and_finishes_on_four_nodes(cluster, submit: Submit, tmp_path: Path) -> None:
-    (job,) = handed(submit("--nodes", 4, "--set", "train.steps=3", "--json"))
-    done = cluster.wait_for(job)
-    said = output(tmp_path, job)
-    assert (done.state, done.exit_code) == ("COMPLETED", 0), said
-    assert "4 nodes x 1 rank" in said
-    assert logged(tmp_path) == [1, 2, 3]
-    facts = shown(cluster, job)
-    assert (facts["JobName"], facts["NumNodes"], facts["CPUs/Task"]) == ("tiny", "4", "2")
-
-
-def test_a_run_that_is_warned_saves_comes_back_and_finishes(cluster, submit: Submit, tmp_path: Path) -> None:
-    (job,) = handed(submit("--nodes", 2, "--set", "train.steps=60", "--json"))
+def test_a_run_on_four_nodes_that_is_warned_saves_comes_back_and_finishes(
+    cluster, submit: Submit, tmp_path: Path
+) -> None:
+    late = f"job.environment.PYTHONPATH = '{late_ends(tmp_path)}:$PYTHONPATH'"
+    (job,) = handed(submit("--nodes", 4, "--set", late, "--set", "train.steps=40", "--json"))
     wait_for_step(cluster, job, tmp_path)
     cluster.run(f"scancel --batch --signal=USR1 {job}")  # what Slurm does some time before the limit
     done = cluster.wait_for(job, timeout=120)
-    said = output(tmp_path, job)
-    assert (done.state, done.exit_code, shown(cluster, job)["Restarts"]) == ("COMPLETED", 0, "1"), said
+    said, facts = output(tmp_path, job), shown(cluster, job)
+    assert (done.state, done.exit_code, facts["Restarts"]) == ("COMPLETED", 0, "1"), said
+    assert (facts["JobName"], facts["NumNodes"], facts["CPUs/Task"]) == ("tiny", "4", "2")
+    assert "4 nodes x 1 rank" in said
     assert "as asked; start the same command again" in said
     assert said.count("going on from step") == 1
-    assert logged(tmp_path) == list(range(1, 61))
+    assert logged(tmp_path) == list(range(1, 41))
 
 
 def test_jobs_of_a_chain_go_on_and_the_last_finds_nothing_to_do(cluster, submit: Submit, tmp_path: Path) -> None:
-    jobs = handed(submit("--chain", 3, "--set", "train.steps=60", "--json"))
+    jobs = handed(submit("--chain", 3, "--set", "train.steps=40", "--json"))
     wait_for_step(cluster, jobs[0], tmp_path)
     cluster.run(f"scancel --batch --signal=USR1 {jobs[0]}")
     ends = [cluster.wait_for(job, timeout=120) for job in jobs]
     assert [(end.state, end.exit_code) for end in ends] == [("FAILED", 75), ("COMPLETED", 0), ("COMPLETED", 0)]
     assert "going on from step" in output(tmp_path, jobs[1])
-    assert output(tmp_path, jobs[2]) == "runs/tiny/checkpoints/step-00000060.h5 is there: nothing is left to do\n"
-    assert logged(tmp_path) == list(range(1, 61))
+    assert output(tmp_path, jobs[2]) == "runs/tiny/checkpoints/step-00000040.h5 is there: nothing is left to do\n"
+    assert logged(tmp_path) == list(range(1, 41))
 
 
 def test_a_sweep_is_one_array_of_runs_with_folders_of_their_own(cluster, submit: Submit, tmp_path: Path) -> None:
@@ -123,17 +130,13 @@ def test_a_sweep_is_one_array_of_runs_with_folders_of_their_own(cluster, submit:
         assert [line["rate"] for line in map(json.loads, lines) if "rate" in line] == [float(rate)] * 2
 
 
-def test_the_templates_train_by_the_configuration_that_they_are_given(cluster, submit: Submit, tmp_path: Path) -> None:
-    few = "sbatch --parsable --nodes=1 --ntasks-per-node=2 --gpus-per-node=0"
-    jobs = []
-    for name in ("train", "train-mpirun"):
-        (tmp_path / f"{name}.toml").write_text((tmp_path / "tiny.toml").read_text().replace('"tiny"', f'"{name}"'))
-        script = ROOT / f"slurm/{name}.sbatch"
-        done = cluster.run(few, script, f"{name}.toml", "--set", "train.steps=2", venv="main")
-        jobs.append(int(done.stdout))
-    ends = [cluster.wait_for(job) for job in jobs]
-    assert [(end.state, end.exit_code) for end in ends] == [("COMPLETED", 0)] * 2, [end.output for end in ends]
-    assert all("1 node x 2 ranks" in end.output for end in ends)
+def test_the_template_for_mpirun_trains_by_the_configuration_that_it_is_given(cluster, submit: Submit) -> None:
+    few = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")  # the how-to has the template for srun
+    script = ROOT / "slurm/train-mpirun.sbatch"
+    done = type_in(cluster, "sbatch", "--parsable", *few, script, "tiny.toml", "--set", "train.steps=2")
+    end = cluster.wait_for(int(done.stdout))
+    assert (end.state, end.exit_code) == ("COMPLETED", 0), end.output
+    assert "2 nodes x 1 rank" in end.output
 
 
 def test_what_slurm_refuses_is_told_in_its_words_with_a_mend(submit: Submit, tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_the_how_to_does_what_it_says(cluster, tmp_path: Path) -> None:
         pytest.skip(f"the page is written for Open MPI, and .venv has {library('main')}")
     (tmp_path / "slurm").symlink_to(ROOT / "slurm")
     blocks = re.findall(r"^```sh slurm\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    done = cluster.run("bash -euo pipefail -c", "".join(blocks), venv="main", timeout=240)
+    done = type_in(cluster, "bash", "-euo", "pipefail", "-c", "".join(blocks), timeout=240)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert re.search(r"2 train: node\d, node\d", done.stdout)
     assert "going on from step 10" in done.stderr

@@ -145,6 +145,18 @@ REFUSED = {
         "  only srun is told which of a job's nodes to use\n"
         "  set job.spares to 0",
     ),
+    "no such option": (
+        ("polaris", "job.account=a", "job.qos=high"),
+        "job.qos = 'high', and pbs has no option of that meaning\n"
+        "  it would be passed over\n"
+        "  write it as the site wants it, into job.options",
+    ),
+    "srun without Slurm": (
+        ("polaris", "job.account=a", "job.launcher=srun"),
+        'job.launcher = "srun" on Polaris, which has pbs\n'
+        "  srun starts ranks in jobs of Slurm\n"
+        '  set job.launcher to "auto"',
+    ),
     "a second line": (
         ("lab", 'job.account="a\\n#SBATCH --nodes=9"'),
         "job.account = 'a\\n#SBATCH --nodes=9' has a character that cannot be printed\n"

@@ -135,6 +135,16 @@ def test_any_path_reaches_the_program_as_it_is(name: str) -> None:
 
 
 @given(ODD)
+def test_any_image_and_folder_reach_the_container_as_they_are(name: str) -> None:
+    asks = asked("lab", "job.check=false", "job.container=x.sif")
+    asks = replace(asks, image=replace(asks.image, path=f"/{name}.sif", binds=(f"/{name}",)))
+    done = run_bash("srun() { printf '%s\\n' \"$@\"; }\n" + launch_line(text(asks)))
+    assert done.stdout.endswith(
+        f"apptainer\nexec\n--bind\n/{name}\n/{name}.sif\nhpctrain\ntrain\nruns/tiny/job-1.toml\n"
+    )
+
+
+@given(ODD)
 def test_any_value_of_the_configuration_reaches_the_environment_as_it_is(value: str) -> None:
     literal = re.sub(r"\$(?=[A-Za-z_{])", "$ ", value)
     asks = replace(asked("lab"), own=tuple(replace(v, value=literal) for v in VARIABLE), advised=())

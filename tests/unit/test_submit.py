@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.checkpoint.keep import file_name
 from hpctrain.cli import main
 from hpctrain.cluster import jobs
 from hpctrain.cluster.queue import Queue
@@ -258,7 +259,7 @@ def test_a_run_of_a_sweep_reads_only_what_is_its_own(submit: Run) -> None:
 def test_a_chain_knows_its_last_checkpoint_and_is_not_put_back(submit: Run) -> None:
     code, out, _ = submit("--dry-run", "--chain", "3")
     assert code == 0
-    assert "if [[ -e runs/small/checkpoints/step-00000100.h5 ]]; then" in out
+    assert f"if [[ -e runs/small/checkpoints/{file_name(100)} ]]; then" in out
     assert "requeue" not in out
 
 
