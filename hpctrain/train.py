@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from torch import Tensor
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Held, State, dtype_name
-from hpctrain.cluster.devices import choose_device, threads
-from hpctrain.cluster.stop import listening
+from hpctrain.cluster.cores import threads
+from hpctrain.cluster.devices import bind_cores, choose_device
+from hpctrain.cluster.slurm import life
+from hpctrain.cluster.stop import Stop
 from hpctrain.cluster.world import World
 from hpctrain.comm.group import Group
 from hpctrain.comm.groups import Groups
@@ -39,6 +41,7 @@ from hpctrain.parallel.zero import Formats, Sharded
 from hpctrain.plan.fit import fit, hinted
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
+from hpctrain.plan.machine import Machine
 from hpctrain.plan.machines import named
 from hpctrain.plan.plan import Plan, decide, lay
 from hpctrain.plan.rules import COPY, TENSOR
@@ -51,40 +54,47 @@ from hpctrain.watch.log import Log
 from hpctrain.watch.meter import Meter, measured_peak_flops, peak_memory_bytes
 
 
-def train(config: Config, world: World) -> int:
-    """Run one training job, from its configuration to its last checkpoint; gives the exit status. All ranks call it."""
+def train(config: Config, world: World, stop: Stop) -> int:
+    """Run one training job, from its configuration to its last checkpoint; gives the exit status. All ranks call it.
+
+    When ``stop`` says so it ends early: with a checkpoint, or before the first step with nothing that is not whole.
+    """
     machine = named(config.job.machine)  # its facts, where one is named
-    device = set_up_device(world)
+    device = set_up_device(config, world, machine)
     groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
     led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
-    batches = open_data(config, groups)  # text becomes tokens, once
+    batches = open_data(config, groups, stop.heed)  # text becomes tokens, once
     plan = fit(decide(config, world.topology, batches.vocabulary), config, machine)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
     knobs, folder = hinted(config.checkpoint, machine), config.run.folder / "checkpoints"
     checkpoint = Checkpoint(knobs, folder, plan.mesh, groups.whole, world.host)
     about = {"plan": plan.to_json(), "config": config.model_dump()}
 
+    stop.heed()  # whoever asks before the first step need not wait for it
     start = checkpoint.resume(job.state)  # the step to go on from; 0 when new
+    stop.heed()
+    stop.pace.expect(checkpoint.nbytes, len(world.topology.nodes))
     with (
-        listen(config, world) as asked,
         open_log(config, start, world) as log,
-        Saver(checkpoint, job.state, about, log.say) as saver,
+        Saver(checkpoint, job.state, about, log.say, stop.pace) as saver,
     ):
         log.say(greeting(config, plan, start))
-        stop = False
+        ends = False
         for step in range(start, config.train.steps):
-            told = job.step(step, batches)
+            told = job.step(step, batches, stop.agreed)
+            stop.pace.stepped(told["seconds"])
 
-            stop = world.agree(asked()) and step + 1 < config.train.steps  # all ranks stop at the same step
+            ends = stop.agreed() and step + 1 < config.train.steps  # all ranks stop at the same step
             try:
-                told |= saver.step(step + 1, last=stop or step + 1 == config.train.steps)  # goes on in the background
+                told |= saver.step(step + 1, last=ends or step + 1 == config.train.steps)  # goes on in the background
             finally:
                 log.step(step + 1, told)  # also when its save fails
-            if stop:
+            if ends:
                 break
-    log.say(parting(step + 1) if stop else farewell(config, checkpoint.newest(), max(start, config.train.steps)))
+    newest = checkpoint.newest()
+    log.say(parting(step + 1, stop.why) if ends else farewell(config, newest, max(start, config.train.steps)))
     groups.close()
-    return EXIT_REQUEUE if stop else EXIT_DONE
+    return EXIT_REQUEUE if ends else EXIT_DONE
 
 
 @dataclass(frozen=True)
@@ -131,8 +141,11 @@ class Job:
         owners, own = groups[everyone(plan)], tuple(counted(sharded, plan, groups))
         return cls(config, plan, sharded, optimizer, owners, own, runner, meter, scale, state)
 
-    def step(self, step: int, batches: Batches) -> dict[str, Any]:
-        """Take one optimizer step and say how it went; ``step`` counts the steps before it. Collective."""
+    def step(self, step: int, batches: Batches, stops: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Take one optimizer step and say how it went; ``step`` counts the steps before it. Collective.
+
+        A validation after it is given up when all ranks agree in ``stops``.
+        """
         optim, group, device = self.config.optim, self.runner.group, self.meter.device
         self.meter.restart()  # what was between the steps, such as a save, is no part of either
         with self.meter.phase("data"):
@@ -160,7 +173,7 @@ class Job:
             "peak_bytes": peak_memory_bytes(device),
             **scale,
             **self.traced(step + 1, recorder),
-            **self.validation(step + 1, batches),
+            **self.validation(step + 1, batches, stops),
         }
 
     def recorder(self, step: int) -> trace.Untraced:
@@ -176,14 +189,19 @@ class Job:
             trace.write(self.config.run.folder / f"trace-{step}.json", timeline)
         return trace.bubbles(timeline)
 
-    def validation(self, step: int, batches: Batches) -> dict[str, float]:
-        """The validation loss after ``step`` steps, when it is due. Collective."""
+    def validation(self, step: int, batches: Batches, stops: Callable[[], bool]) -> dict[str, float]:
+        """The validation loss after ``step`` steps, when it is due and the run does not stop meanwhile. Collective."""
         every, group = self.config.train.validate_every, self.runner.group
         if not every or step % every:
             return {}
         count = min(self.config.train.validate_batches, batches.validation_batches)
-        parts = [m for index in range(count) for m in batches.validation(index, group.rank, group.size)]
-        return {"validation_loss": self.runner.evaluate([m.to(self.meter.device) for m in parts])}
+        loss, tokens = 0.0, 0
+        for index in range(count):
+            if stops():
+                return {}
+            part = [m.to(self.meter.device) for m in batches.validation(index, group.rank, group.size)]
+            loss, tokens = (sum(pair) for pair in zip((loss, tokens), self.runner.price(part), strict=True))
+        return {"validation_loss": loss / max(tokens, 1)}
 
 
 def finite(norm: float, loss: float, step: int) -> float:
@@ -197,18 +215,21 @@ def finite(norm: float, loss: float, step: int) -> float:
     )
 
 
-def set_up_device(world: World) -> torch.device:
-    """This rank's device, and as many threads as it has cores to itself."""
+def set_up_device(config: Config, world: World, machine: Machine | None) -> torch.device:
+    """This rank's device, the cores near it, and as many threads as it has cores to itself. Collective."""
+    seats = machine.node.seats if machine else ()
+    device = torch.device(choose_device(world, seats))
+    if config.job.bind_cores:
+        bind_cores(world, str(device), seats)
     torch.set_num_threads(threads(world))
-    device = torch.device(choose_device(world))
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)  # NCCL's groups are opened on the current one
     return device
 
 
-def open_data(config: Config, groups: Groups) -> Batches:
-    """The run's samples, made from its text where it names no token files. Collective."""
-    sources = ready(config.data, config.run.folder / "data", groups.whole)
+def open_data(config: Config, groups: Groups, heed: Callable[[], None] = lambda: None) -> Batches:
+    """The run's samples, made from its text where it names no token files, unless ``heed`` raises. Collective."""
+    sources = ready(config.data, config.run.folder / "data", groups.whole, heed=heed)
     data = config.data.model_copy(update={"sources": sources})
     vocabulary = None if config.model.vocabulary == "auto" else config.model.vocabulary
     batches = Batches(data, config.train, config.model.sequence, config.run.seed, vocabulary)
@@ -225,11 +246,6 @@ def peak_flops(config: Config, device: torch.device, dtype: torch.dtype) -> floa
     return measured_peak_flops(device, dtype) if given == "auto" else given * 1e12
 
 
-def listen(config: Config, world: World) -> AbstractContextManager[Callable[[], bool]]:
-    """Whether somebody asks this run to stop; one rank alone looks for the stop file."""
-    return listening(config.run.folder if world.leads else None, config.run.stop_signals)
-
-
 def open_log(config: Config, start: int, world: World) -> Log:
     """The run's record; only the leading rank writes one."""
     log = config.log
@@ -237,16 +253,18 @@ def open_log(config: Config, start: int, world: World) -> Log:
 
 
 def greeting(config: Config, plan: Plan, start: int) -> str:
-    """How a run begins."""
+    """How a run begins, or one more life of it."""
+    before = life(os.environ)
     if start:
-        return f"going on from step {start}"
+        return f"{before}, going on from step {start}" if before else f"going on from step {start}"
     source = config.checkpoint.start_from
-    return plan.show() if source is None else f"{plan.show()}\nstarting from {source}"
+    first = [f"{before}, from the beginning"] if before else []
+    return "\n".join([*first, plan.show()] + ([] if source is None else [f"starting from {source}"]))
 
 
-def parting(step: int) -> str:
+def parting(step: int, why: str | None) -> str:
     """What happened to a run that was stopped."""
-    return f"stopped after step {step}, as asked; start the same command again to go on"
+    return f"stopped after step {step}: {why}; start the same command again to go on"
 
 
 def farewell(config: Config, newest: Path | None, step: int) -> str:

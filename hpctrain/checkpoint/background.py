@@ -47,10 +47,8 @@ class Background:
 
         Collective. The save before must have ended: its copy is written over.
         """
-        self._agree(state)
-        if not self._fits:
+        if self.copy(step, state) is None:
             return None
-        together(self.group, lambda: self._snapshot.take(state), f"copying step {step}")
         attributes = deepcopy(attributes) if self.group.leads else {}  # as they are now
         aside, part = self.folder.aside(step), self.folder.aside(step)
         told = led(self.group, lambda: self._place(step, aside, part, attributes), f"laying out step {step}")
@@ -64,6 +62,17 @@ class Background:
         )
         blocks = sum(slot.blocks for slot in self._slots)
         return Flight(step, Path(told["part"]), acts, blocks, self.group, self.folder.config.sync)
+
+    def copy(self, step: int, state: State) -> Snapshot | None:
+        """A copy of what each rank writes of ``state``; None, on all, where memory has no room. Collective.
+
+        There is one, for all saves: the one before must have ended.
+        """
+        self._agree(state)
+        if not self._fits:
+            return None
+        together(self.group, lambda: self._snapshot.take(state), f"copying step {step}")
+        return self._snapshot
 
     def _agree(self, state: State) -> None:
         """Agree on the names and on whether there is memory, if any rank has other tensors than at the save before."""

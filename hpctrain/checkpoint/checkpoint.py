@@ -42,6 +42,8 @@ class Checkpoint:
         self, config: CheckpointConfig, folder: Path, mesh: Mesh, group: Group, host: str | None = None
     ) -> None:
         self.config, self.folder, self.mesh, self.group = config, Path(folder), mesh, group
+        self.nbytes = 0
+        """What a checkpoint's tensors take, once the ranks have agreed on them to resume."""
         self._write = writer(config.writer, group)
         self.near = Near(config, folder, mesh, group, host)
         self._files = Folder(config, self.folder)
@@ -103,9 +105,24 @@ class Checkpoint:
         where memory has no room for the copy. The copy takes, on each rank, the bytes that the rank writes.
         """
         self.make_way()
+        self.near.wait()  # its copy is where this one's is to be
         if self._in_background:
             self._flight = self._background.begin(step, state, attributes)
         return None if self._flight else self.save(step, state, attributes)
+
+    def begin_near(self, step: int, state: State) -> int:
+        """Begin to save ``state`` near, in the background; 0 while that goes on, to end in ``near.advance``.
+
+        It saves at once, and gives the step, where ``checkpoint.background`` is false, where memory has no room for
+        the copy, and while another save is under way, which has the memory for it.
+        """
+        self.near.wait()
+        copy = self._background.copy(step, state) if self.config.background and not self.under_way else None
+        if copy is None:
+            self.near.save(step, state)
+            return step
+        self.near.begin(step, copy)
+        return 0
 
     def advance(self) -> Path | None:
         """Bring the save under way on, without waiting for any disk; its path once it has ended. Call it every step.
@@ -130,6 +147,7 @@ class Checkpoint:
         flight, self._flight = self._flight, None
         if flight:
             flight.close()
+        self.near.close()
 
     @cached_property
     def _in_background(self) -> bool:
@@ -160,7 +178,9 @@ class Checkpoint:
         nothing but what ``checkpoint.start_from`` gives.
         """
         self.wait()
+        self.near.wait()
         entries = agree(state, self.mesh, self.group)
+        self.nbytes = sum(entry.layout.nbytes for entry in entries)
         damaged: list[str] = []
         while True:
             step, found = self._look(entries, damaged, state)

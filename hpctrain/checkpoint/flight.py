@@ -144,7 +144,7 @@ class Flight:
         self._doing = f"writing {self.part}"
         self._written = self._acts.written()
         self._see()
-        for turn in turns(self._written, TURN_BYTES):
+        for turn in turns((piece for _, pieces in self._written for piece in pieces), TURN_BYTES):
             self._rest(0)
             disk.write(self.part, turn, self._sync, self._made.see)
         self._torn = checksums.add_whole(self._made, self._written)

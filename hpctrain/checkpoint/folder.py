@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint import disk, format, keep
+from hpctrain.checkpoint import disk, format, keep, stripes
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.ranges import file_order
 from hpctrain.checkpoint.save import sync_file
@@ -40,7 +40,8 @@ class Folder:
         keep.sweep(self.path, keep.listing(self.path))
         keep.check_room(self.path, format.needed_bytes(tensors))
         try:
-            return tuple(format.lay_out(part, tensors, step, attributes))
+            there = self.config.writer == "mpio" and stripes.make(part, self.config.hints)
+            return tuple(format.lay_out(part, tensors, step, attributes, "w" if there else "x"))
         except BaseException:
             part.unlink(missing_ok=True)
             raise

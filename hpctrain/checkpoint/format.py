@@ -120,15 +120,16 @@ def needed_bytes(tensors: Sequence[Slot]) -> int:
     return data + checksums + 2 * OBJECT_BYTES * len(tensors) + MEGABYTE
 
 
-def lay_out(path: Path, tensors: Sequence[Slot], step: int, attributes: dict[str, Any]) -> list[Slot]:
+def lay_out(path: Path, tensors: Sequence[Slot], step: int, attributes: dict[str, Any], mode: str = "x") -> list[Slot]:
     """Make a new file with room for ``tensors``, in this order, and give them with their places; one process calls it.
 
-    No data is written: the bytes are holes until a writer fills them, and the file says that it is not complete.
+    With the mode ``w`` the file may be there, and is emptied. No data is written: the bytes are holes until a writer
+    fills them, and the file says that it is not complete.
     """
     text = json.dumps(attributes, sort_keys=True)
     room = max(PAGE, 1 << (OBJECT_BYTES * len(tensors)).bit_length())  # bookkeeping first, data after it in one piece
     options = {"alignment_threshold": ALIGN_FROM_BYTES, "alignment_interval": PAGE, "meta_block_size": room}
-    with h5py.File(path, "x", libver="earliest", locking=False, **options) as file:
+    with h5py.File(path, mode, libver="earliest", locking=False, **options) as file:
         for name, value in _root(step, text).items():
             _put_attribute(file.id, name, value)
         firsts = accumulate((slot.blocks for slot in tensors), initial=0)

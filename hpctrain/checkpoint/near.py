@@ -5,7 +5,7 @@ wherever they are, on any number of ranks, if they are newer than the newest che
 
 Parts lie in a folder that only the user may enter, and whose name nobody can guess: it has the run's mark, a random
 number in the file ``near`` beside the run's checkpoints. So what another run, or another life of this one, has left on
-a node is never taken. Every method but ``due`` is collective.
+a node is never taken. Every method but ``due`` and ``close`` is collective.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import keep, near_read
+from hpctrain.checkpoint.checksums import Written
+from hpctrain.checkpoint.format import Slot
 from hpctrain.checkpoint.near_file import Head, placed, read_head
 from hpctrain.checkpoint.near_read import Part, Save
-from hpctrain.checkpoint.near_write import keepers, write
+from hpctrain.checkpoint.near_write import keepers, writing
 from hpctrain.checkpoint.save import parts
+from hpctrain.checkpoint.snapshot import Snapshot
 from hpctrain.checkpoint.state import Entry, State, agree
+from hpctrain.checkpoint.streams import Bits, finish
 from hpctrain.checkpoint.together import led, together
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
@@ -51,6 +56,34 @@ class Place:
     topology: Topology
 
 
+class Going:
+    """A save that goes on while its run trains; live. ``saving`` gives its bits, for a thread of this rank."""
+
+    def __init__(self, step: int, saving: Callable[[ThreadPoolExecutor], Bits[None]]) -> None:
+        self.step = step
+        self._thread = ThreadPoolExecutor(1, "near")
+        self._bits = saving(self._thread)
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; whether that was the last."""
+        ended = object()
+        if next(self._bits, ended) is not ended:
+            return False
+        self._thread.shutdown()
+        return True
+
+    def land(self) -> bool:
+        """Do all that is left; True."""
+        finish(self._bits)
+        self._thread.shutdown()
+        return True
+
+    def close(self) -> None:
+        """Give up, and leave nothing."""
+        self._bits.close()
+        self._thread.shutdown(cancel_futures=True)
+
+
 class Near:
     """The near checkpoints of one run, whose others are in ``home``. ``group`` is of all ranks of ``mesh``.
 
@@ -63,6 +96,7 @@ class Near:
         self._host = host or socket.gethostname()
         self._place: Place | None = None
         self._useless: set[str] = set()
+        self._going: Going | None = None
 
     def due(self, step: int) -> bool:
         """Whether to save near after ``step`` steps."""
@@ -73,20 +107,19 @@ class Near:
 
         On an error all ranks raise it, and what was there before is whole.
         """
-        where, entries = self._open(), agree(state, self.mesh, self.group)
-        told = led(self.group, lambda: [secrets.token_hex(4), self._newest(step)], f"looking into {self.home}")
-        self._on_each_node(lambda: _sweep(where.folder), f"clearing {where.folder}")
+        entries = agree(state, self.mesh, self.group)
         slots = placed(entries)
-        pieces = [piece for _, some in parts(entries, state, slots) for piece in some]
-        runs = tuple((piece.at, piece.memory.numel()) for piece in pieces)
-        head = Head(where.mark, told[0], step, told[1], self.group.rank, self.group.size, slots, runs)
-        write(head, pieces, where.folder, keepers(where.topology, self.config.near_copies), self.group)
-        self._on_each_node(lambda: _prune(where.folder, head.save), f"clearing {where.folder}")
+        self._begin(step, slots, parts(entries, state, slots))
+        self.wait()
 
     def save_if_room(self, step: int, state: State) -> bool:
         """As ``save``; where a disk is full False, with a line in the log, if the run is to go on without."""
+        return self.if_room(step, lambda: self.save(step, state))
+
+    def if_room(self, step: int, act: Callable[[], Any]) -> bool:
+        """Do what saves ``step``; False as in ``save_if_room``."""
         try:
-            self.save(step, state)
+            act()
         except FullError as error:
             if self.config.on_full == "stop":
                 raise
@@ -94,6 +127,64 @@ class Near:
                 log.warning("step %d was not saved near: %s", step, keep.in_a_line(error))
             return False
         return True
+
+    # ---- in the background -------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> int:
+        """The step of a save that has not come to its end, 0 with none. The same on all ranks."""
+        return self._going.step if self._going else 0
+
+    def begin(self, step: int, copy: Snapshot) -> None:
+        """Begin to save a copy, which may not change before the save has ended; ``advance`` brings it on."""
+        slots = placed(copy.entries)
+        self._begin(step, slots, copy.written(slots))
+
+    def advance(self) -> int:
+        """Bring the save under way on, without waiting for any disk; its step once it has ended, else 0.
+
+        Each call sends at most 64 MiB from each rank. An error of any rank is raised on all, and nothing is left.
+        """
+        return self._ended(lambda going: going.advance())
+
+    def wait(self) -> int:
+        """Wait for the save under way, where there is one, and give its step; errors as in ``advance``."""
+        return self._ended(lambda going: going.land())
+
+    def close(self) -> None:
+        """Give up a save that is under way. Each rank calls it by itself; again is no harm."""
+        going, self._going = self._going, None
+        if going:
+            going.close()
+
+    def _begin(self, step: int, slots: tuple[Slot, ...], written: Sequence[Written]) -> None:
+        self.wait()
+        self._going = Going(step, lambda thread: self._saving(step, slots, written, thread))
+
+    def _ended(self, act: Callable[[Going], bool]) -> int:
+        """The step of the save under way if ``act`` ends it."""
+        going = self._going
+        try:
+            if going is None or not act(going):
+                return 0
+        except BaseException:
+            self.close()
+            raise
+        self._going = None
+        return going.step
+
+    def _saving(
+        self, step: int, slots: tuple[Slot, ...], written: Sequence[Written], thread: ThreadPoolExecutor
+    ) -> Bits[None]:
+        where = self._open()
+        told = led(self.group, lambda: [secrets.token_hex(4), self._newest(step)], f"looking into {self.home}")
+        self._on_each_node(lambda: _sweep(where.folder), f"clearing {where.folder}")
+        pieces = [piece for _, some in written for piece in some]
+        runs = tuple((piece.at, piece.memory.numel()) for piece in pieces)
+        head = Head(where.mark, told[0], step, told[1], self.group.rank, self.group.size, slots, runs)
+        writers = keepers(where.topology, self.config.near_copies)
+        yield from writing(head, pieces, where.folder, writers, self.group, thread)
+        self._on_each_node(lambda: _prune(where.folder, head.save), f"clearing {where.folder}")
 
     def resume(self, entries: tuple[Entry, ...], state: State, newer_than: int) -> int:
         """Fill ``state`` from the newest save that is whole and newer than a step; its step, and 0 where there is none.

@@ -1,13 +1,15 @@
 """Write the parts of a save: each rank's part goes to the disk of its own node, and to that of a partner.
 
 A rank writes its own part from where it lies in memory, and sends it in windows to the partner, who writes each as it
-comes. So a rank holds some windows at a time, whatever the size of its part.
+comes. So a rank holds some windows at a time, whatever the size of its part. The disk is a thread's; what travels goes
+in rounds, between which a run may train.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,11 +23,14 @@ from hpctrain.checkpoint.blocks import Digests
 from hpctrain.checkpoint.checksums import HOST_BYTES
 from hpctrain.checkpoint.disk import Piece
 from hpctrain.checkpoint.near_file import Chain, Head, gather
-from hpctrain.checkpoint.streams import Ends, flow
+from hpctrain.checkpoint.snapshot import turns
+from hpctrain.checkpoint.streams import Bits, Ends, flowing, met
 from hpctrain.checkpoint.together import FULL, together
 from hpctrain.comm.group import Group
 from hpctrain.errors import FullError
 from hpctrain.plan.topology import Topology
+
+TURN_BYTES = 256 << 20  # of a rank's own part, written between two looks at whether its save was given up
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,19 @@ def part_name(step: int, save: str, rank: int, own: bool) -> str:
     return f"step-{step:08d}.{save}.{rank}.{'own' if own else 'copy'}"
 
 
-def write(head: Head, pieces: Sequence[Piece], folder: Path, writers: Sequence[Sequence[int]], group: Group) -> None:
+def writing(
+    head: Head,
+    pieces: Sequence[Piece],
+    folder: Path,
+    writers: Sequence[Sequence[int]],
+    group: Group,
+    thread: ThreadPoolExecutor,
+) -> Bits[None]:
     """Write this rank's part, of ``pieces`` in the order of the head's runs, on all nodes that ``writers`` says.
 
-    Collective. On an error of one rank all raise it, and none of the files of this save is left. FullError where there
-    is no room.
+    ``thread`` is one thread, which does what touches a disk and talks to no rank; the memory of ``pieces`` may not
+    change meanwhile. Collective. On an error of one rank all raise it, and none of the files of this save is left,
+    nor are they when it is given up. FullError where there is no room.
     """
     told = group.collect([head.data_at, head.nbytes])
     coming = {
@@ -64,14 +77,17 @@ def write(head: Head, pieces: Sequence[Piece], folder: Path, writers: Sequence[S
         for rank, keeping in enumerate(writers)
         if group.rank in keeping
     }
+    doing, memories = f"writing to {folder}", [piece.memory for piece in pieces]
     try:
-        together(group, lambda: _each(coming.values(), _reserve), f"making room in {folder}")
-        memories, own = [piece.memory for piece in pieces], coming[group.rank]
-        made = together(group, lambda: _write_own(own, head, memories), f"writing to {folder}")
-        flow(Sending(memories, writers, coming, group, at_head=False), group, f"writing to {folder}")
-        flow(Sending([made], writers, coming, group, at_head=True), group, f"writing to {folder}")
-        together(group, lambda: _each(coming.values(), _publish), f"writing to {folder}")
+        room = thread.submit(_each, coming.values(), _reserve)
+        yield from met([room], group, f"making room in {folder}")
+        own = _write_own(coming[group.rank], head, memories, thread)
+        yield from flowing(Sending(memories, writers, coming, group, at_head=False), group, doing, thread)
+        made, *_ = yield from met(own, group, doing)
+        yield from flowing(Sending([made], writers, coming, group, at_head=True), group, doing, thread)
+        together(group, lambda: _each(coming.values(), _publish), doing)
     except BaseException:
+        thread.shutdown(cancel_futures=True)
         discard(coming.values())
         raise
 
@@ -83,17 +99,27 @@ def discard(files: Iterable[Coming]) -> None:
         one.path.unlink(missing_ok=True)
 
 
-def _write_own(own: Coming, head: Head, memories: Sequence[Tensor]) -> Tensor:
-    """Write this rank's part on its own node, and give the head of it."""
-    digests, places = Digests(), accumulate((memory.numel() for memory in memories), initial=own.data_at)
+def _write_own(own: Coming, head: Head, memories: Sequence[Tensor], thread: Executor) -> list[Future]:
+    """Let the thread write this rank's part on its own node, in turns; the first task gives the head of it."""
+    places = accumulate((memory.numel() for memory in memories), initial=own.data_at)
+    pieces = [Piece(at, memory) for at, memory in zip(places, memories, strict=False)]
+    made = thread.submit(_write_head, own, head, memories)
+    return [made, *(thread.submit(_write, own, turn) for turn in turns(pieces, TURN_BYTES))]
+
+
+def _write_head(own: Coming, head: Head, memories: Sequence[Tensor]) -> Tensor:
+    digests = Digests()
     for memory in memories:
         for start in range(0, memory.numel(), HOST_BYTES):
             digests.add(memoryview(memory[start : start + HOST_BYTES].cpu().numpy()))
     made = torch.frombuffer(bytearray(head.to_bytes(digests.end())), dtype=torch.uint8)
-    pieces = [Piece(at, memory) for at, memory in zip(places, memories, strict=False)]
-    with _room_for(own):
-        disk.write(own.aside, [Piece(0, made), *pieces], sync=False)
+    _write(own, [Piece(0, made)])
     return made
+
+
+def _write(one: Coming, pieces: list[Piece]) -> None:
+    with _room_for(one):
+        disk.write(one.aside, pieces, sync=False)
 
 
 class Sending(Ends):
@@ -118,9 +144,7 @@ class Sending(Ends):
 
     def take(self, source: int, start: int, data: Tensor) -> None:
         one = self._coming[source]
-        at = start if self._at_head else one.data_at + start
-        with _room_for(one):
-            disk.write(one.aside, [Piece(at, data)], sync=False)
+        _write(one, [Piece(start if self._at_head else one.data_at + start, data)])
 
     def _length(self, one: Coming | None, own: bool) -> int:
         if one is None or own:

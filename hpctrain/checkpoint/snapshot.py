@@ -7,7 +7,7 @@ It has the bytes of what the rank writes: replicas share the writing, so over al
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -46,6 +46,7 @@ class Snapshot:
     """Room for a copy of what this rank writes of ``entries``; live: the copy changes, its place does not."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = tuple(entries)
         self.parts = tuple(_parts(entries))
         self.nbytes = sum(part.nbytes for part in self.parts)
         self._memory: Tensor | None = None
@@ -69,11 +70,11 @@ class Snapshot:
         return [(slot, list(part.pieces(self._memory, slot))) for slot, part in slotted]
 
 
-def turns(written: Sequence[Written], nbytes: int) -> Iterator[list[Piece]]:
-    """Pieces in the file's order, about ``nbytes`` at a time."""
+def turns(pieces: Iterable[Piece], nbytes: int) -> Iterator[list[Piece]]:
+    """Pieces in their order, about ``nbytes`` at a time."""
     turn: list[Piece] = []
     size = 0
-    for piece in (piece for _, pieces in written for piece in pieces):
+    for piece in pieces:
         for start in range(0, piece.memory.numel(), nbytes):
             memory = piece.memory[start : start + nbytes]
             turn.append(replace(piece, at=piece.at + start, memory=memory))

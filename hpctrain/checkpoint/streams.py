@@ -1,14 +1,16 @@
 """Streams: bytes from any rank to any other, of any length, with little of them in memory at once.
 
-All ranks take part in every round, whatever befalls one of them: an error waits until the last round is over, and is
-then an error of all.
+They flow in rounds. All ranks take part in every round that there is, and between two they agree whether to go on: an
+error of one rank ends the streams on all. What came is taken by a thread while the next round travels. Work that goes
+on so, a bit at a time, is a generator: between two of its bits a run may train.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,11 @@ from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
 
 ROUND_BYTES = 64 << 20  # that a rank sends in a round, and that it takes
+MEET_SECONDS = 0.05  # between two meetings of ranks that wait for threads
+
+Value = TypeVar("Value")
+Bits = Generator[Sequence[Future], None, Value]
+"""Work in bits, collective; it yields what this rank's thread has yet to do before the next one is of use."""
 
 
 class Ends(ABC):
@@ -31,28 +38,58 @@ class Ends(ABC):
 
     @abstractmethod
     def take(self, source: int, start: int, data: Tensor) -> None:
-        """Take the bytes that the stream of a rank has from its byte ``start`` on."""
+        """Take the bytes that the stream of a rank has from its byte ``start`` on. Called in a thread."""
 
 
 def flow(ends: Ends, group: Group, doing: str) -> None:
-    """Let every stream flow to its end. Collective; the first error of ``give`` or ``take`` is raised on all ranks.
+    """Let every stream flow to its end. Collective; the first error of ``give`` or ``take`` is raised on all ranks."""
+    with ThreadPoolExecutor(1, "take") as thread:
+        finish(flowing(ends, group, doing, thread))
 
-    What came in a round is taken while the next one travels.
-    """
+
+def flowing(ends: Ends, group: Group, doing: str, thread: Executor) -> Bits[None]:
+    """As ``flow``, a round at a time; ``thread`` takes what came, one call after another."""
     step, rounds = _rounds(ends, group)
-    errors: list[Exception] = []
-    came: list[Callable[[], None]] = []
-    away, rooms = _room(_most(ends.out_bytes, step)), cycle([_room(_most(ends.in_bytes, step)) for _ in range(2)])
-    for start in range(0, rounds * step, step):
-        sizes, out_sizes = _sizes(ends.out_bytes, start, step), _sizes(ends.in_bytes, start, step)
-        given, taken = away[: sum(sizes)], next(rooms)[: sum(out_sizes)].to(group.device)
-        _each(_calls(ends.give, start, given, sizes), errors)
-        handle = group.all_to_all(taken, given.to(group.device), out_sizes=out_sizes, sizes=sizes, later=True)
-        _each(came, errors)
-        handle.wait()
-        came = _calls(ends.take, start, taken.cpu(), out_sizes)
-    _each(came, errors)
-    together(group, lambda: _raise(errors), doing)
+    away, rooms = _room(_most(ends.out_bytes, step)), [_room(_most(ends.in_bytes, step)) for _ in range(2)]
+    taking: list[Sequence[Future]] = [(), ()]
+    for number in range(rounds):
+        start, room = number * step, number % 2
+        yield from met(taking[room], group, doing)  # what came there before is taken
+        taking[room] = _round(ends, start, step, (away, rooms[room]), group, thread)
+        yield ()
+    yield from met([*taking[0], *taking[1]], group, doing)
+
+
+def met(tasks: Sequence[Future], group: Group, doing: str) -> Bits[list[Any]]:
+    """Wait until the tasks of every rank are done, and give what this rank's gave; an error of one is raised on all."""
+    while not _everywhere(all(task.done() for task in tasks), group):
+        yield tasks
+    return together(group, lambda: [task.result() for task in tasks], doing)
+
+
+def finish(bits: Bits[Value]) -> Value:
+    """Do all that is left of ``bits``, and give what they give. Collective."""
+    while True:
+        try:
+            wait(next(bits), MEET_SECONDS)
+        except StopIteration as end:
+            return end.value
+
+
+def _round(
+    ends: Ends, start: int, step: int, memory: tuple[Tensor, Tensor], group: Group, thread: Executor
+) -> list[Future]:
+    """Send what there is from ``start`` on, and let the thread take what came; an error of giving is told as its."""
+    sizes, out_sizes = _sizes(ends.out_bytes, start, step), _sizes(ends.in_bytes, start, step)
+    given, taken = (whole[: sum(some)] for whole, some in zip(memory, (sizes, out_sizes), strict=True))
+    error = _error(_calls(ends.give, start, given, sizes))
+    came = taken.to(group.device)
+    group.all_to_all(came, given.to(group.device), out_sizes=out_sizes, sizes=sizes)
+    if error is None:
+        return [thread.submit(call) for call in _calls(ends.take, start, came.cpu(), out_sizes)]
+    failed: Future = Future()
+    failed.set_exception(error)
+    return [failed]
 
 
 def _rounds(ends: Ends, group: Group) -> tuple[int, int]:
@@ -63,6 +100,12 @@ def _rounds(ends: Ends, group: Group) -> tuple[int, int]:
     peers, longest = most.tolist()
     step = ROUND_BYTES // max(1, peers)
     return step, -(-longest // step)
+
+
+def _everywhere(true: bool, group: Group) -> bool:
+    told = torch.tensor([int(true)], device=group.device)
+    group.all_reduce(told, "min")
+    return bool(told)
 
 
 def _most(totals: Sequence[int], step: int) -> int:
@@ -88,16 +131,11 @@ def _calls(
     return [call(rank, piece) for rank, piece in enumerate(memory.split(list(sizes))) if piece.numel()]
 
 
-def _each(calls: Sequence[Callable[[], None]], errors: list[Exception]) -> None:
-    """Make the calls, unless there was an error before."""
-    for call in calls:
-        try:
-            if not errors:
-                call()
-        except Exception as error:
-            errors.append(error)
-
-
-def _raise(errors: Sequence[Exception]) -> None:
-    for error in errors[:1]:
-        raise error
+def _error(calls: Sequence[Callable[[], None]]) -> Exception | None:
+    """Make the calls up to one that fails, and give its error: this rank has to take part in the round all the same."""
+    try:
+        for call in calls:
+            call()
+    except Exception as error:
+        return error
+    return None

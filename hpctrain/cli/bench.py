@@ -168,6 +168,20 @@ def start(
     _show(run(config, ranks, launcher, turns), as_json, f"{ranks} ranks, {turns} starts of each")
 
 
+@app.command("phases")
+def phases(
+    config: ConfigPath,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to start, with commas.")] = "2,4,8",
+    launcher: Launcher = MPIRUN,
+    turns: Annotated[int, typer.Option(help="Starts of each number.", min=1)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Time each phase of a start, for several numbers of ranks. Start it without a launcher."""
+    from hpctrain.bench.phases import run
+
+    _show(run(config, _numbers(ranks), launcher, turns), as_json, f"seconds, median of {turns} starts")
+
+
 @app.command("memory")
 def memory(
     config: ConfigPath,
@@ -191,6 +205,13 @@ def memory(
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """``2,4,8`` as numbers, each at least 1."""
+    if not all(name.isdigit() and int(name) for name in _names(text)) or not _names(text):
+        raise UsageError(f"--ranks {text}: not numbers of ranks", "each is 1 or more, as in 2,4,8")
+    return tuple(map(int, _names(text)))
 
 
 def _pairs(text: str) -> tuple[tuple[int, int], ...]:

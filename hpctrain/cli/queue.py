@@ -59,7 +59,7 @@ def logs(
     from hpctrain.watch.tail import followed, last_lines
 
     handed, task = chosen(run, jobs_of(run), job)
-    over = _over(job or handed.id) if follow else lambda: True
+    over = _over(handed, job) if follow else lambda: True
     with suppress(KeyboardInterrupt):  # the usual way to leave what goes on
         path = _output(run, handed, task, over)
         _say(f"job {job or handed.id}: {path}")
@@ -155,9 +155,9 @@ def _shown(as_json: bool, watch: bool) -> Iterator[Callable[[Status], None]]:
 # ---- logs
 
 
-def _over(id: str) -> Callable[[], bool]:
+def _over(handed: Handed, id: str | None) -> Callable[[], bool]:
     """Whether a job is over, asked of the queue now and then. One that the queue does not list is."""
-    queue = queue_if(needed=False)
+    queue = queue_if(needed=False) if handed.kind == "slurm" else None
     if queue is None:
         _say("no queue was found, so nobody knows when the job ends: press Ctrl-C to leave")
         return lambda: False
@@ -168,7 +168,7 @@ def _over(id: str) -> Callable[[], bool]:
             return False
         asked.append(time.monotonic())
         try:
-            return all(job.over for job in queue.jobs([id]))
+            return all(job.over for job in queue.jobs([id or handed.id]))
         except QueueError as error:  # a controller that is busy is no reason to leave
             _say(error.what)
             return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import CheckpointError, QueueError
+from hpctrain.errors import EXIT_REQUEUE, CheckpointError, QueueError
 
 if TYPE_CHECKING:
     from hpctrain.cluster.jobs import Handed
@@ -212,6 +212,8 @@ def _running(job: QueuedJob, now: float) -> str:
 
 def _ended(job: QueuedJob, now: float) -> str:
     when = "" if job.ends_at is None else f" {clock(max(now - job.ends_at, 0))} ago"
+    if job.exit_code == EXIT_REQUEUE:
+        return f"stopped in good order{when}"
     code = f", exit status {job.exit_code}" if job.exit_code else ""
     sign = f", by signal {job.exit_signal}" if job.exit_signal else ""
     return f"{job.state.lower().replace('_', ' ')}{when}{code}{sign}"

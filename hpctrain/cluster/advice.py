@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from hpctrain.cluster.devices import share
+from hpctrain.cluster.cores import share
 from hpctrain.cluster.probe import Probe
+from hpctrain.cluster.sysfs import spans
 
 GIB = 2**30
 SHARED_FOLDERS = (
@@ -137,6 +138,24 @@ def isolated_devices(node: Sequence[Rank]) -> Advice | None:
     )
 
 
+def far_cores(node: Sequence[Rank]) -> Advice | None:
+    """Ranks that the launcher keeps on cores far from the only device that it shows them."""
+    far = [rank for rank in node if len(rank.probe.near) == 1 and _far(rank.cores, rank.probe.near[0].cores)]
+    if not far:
+        return None
+    first = far[0]
+    return Advice(
+        f"rank {first.rank} on {first.probe.host} computes on cores {spans(first.cores)}, and its device is near"
+        f" {spans(first.probe.near[0].cores)}",
+        f"{len(far)} ranks of that node reach their device and its network interface through another NUMA domain",
+        "srun --gpu-bind=closest, or a --cpu-bind list in the order of the devices; the lines devices.near have both",
+    )
+
+
+def _far(cores: Collection[int], near: Collection[int]) -> bool:
+    return bool(near) and not set(cores) & set(near)
+
+
 def hidden_devices(node: Sequence[Rank]) -> Advice | None:
     """A node with accelerators that torch does not see."""
     has = node[0].probe.devices_of_node
@@ -240,6 +259,7 @@ NODE_CHECKS: tuple[Callable[[Sequence[Rank]], Advice | None], ...] = (
     many_threads,
     small_shm,
     isolated_devices,
+    far_cores,
     hidden_devices,
     two_mpis,
 )

@@ -1,26 +1,23 @@
-"""What a rank computes on: its device, and the cores that it may use.
-
-Cores are counted as physical ones, each named by its first hardware thread: two threads of one core multiply matrices
-no faster than one.
-"""
+"""What a rank computes on: its device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from hpctrain.cluster import cores
+from hpctrain.cluster.fabric import fabrics
+from hpctrain.cluster.sysfs import Near, near
 from hpctrain.errors import LaunchError
+from hpctrain.plan.machine import Seat
 
 if TYPE_CHECKING:
     from hpctrain.cluster.world import World
 
 # The variables that hide devices from a process, those of the vendor's lowest layer first.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-CPU = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
@@ -29,21 +26,66 @@ class Devices:
 
     kind: str
     ids: tuple[str, ...]
+    near: tuple[Near, ...] = ()
+    """What is near each; empty where that is not known of any."""
+    fabrics: tuple[str, ...] = ()
+    """The fast links that each hangs on; empty, or an empty name, where there are none."""
 
 
-def choose_device(world: World) -> str:
+def choose_device(world: World, seats: Sequence[Seat] = ()) -> str:
     """The torch device of this rank, ``cpu`` where it sees no other. Collective.
 
-    Raises LaunchError on all ranks when two ranks of a node would share one.
+    ``seats`` are those of a machine file, for where Linux does not tell which cores are near a device. Raises
+    LaunchError on all ranks when two ranks of a node would share one.
     """
-    mine = visible_devices()
-    seen = world.collect(mine)
+    mine = seated(visible_devices(), seats)
+    seen, allowed = world.collect(mine), world.collect(world.cores)
+    chosen: list[int | None] = []
     for node in range(len(world.topology.nodes)):
         ranks = world.topology.ranks_of(node)
-        chosen = [pick(place, seen[rank]) for place, rank in enumerate(ranks)]
-        check_devices(world.topology.nodes[node], ranks, [seen[rank] for rank in ranks], chosen)
-    index = pick(world.local_rank, mine)
+        devices = [seen[rank] for rank in ranks]
+        found = assign(devices, [allowed[rank] for rank in ranks])
+        check_devices(world.topology.nodes[node], ranks, devices, found)
+        chosen = found if node == world.node else chosen
+    index = chosen[world.local_rank]
     return "cpu" if index is None else f"{mine.kind}:{index}"
+
+
+def bind_cores(world: World, device: str, seats: Sequence[Seat] = ()) -> None:
+    """Keep this rank on the cores nearest its device, as ``choose_device`` gave it. Collective; see ``cores.bind``."""
+    devices, index = seated(visible_devices(), seats), device.partition(":")[2]
+    cores.bind(world, devices.near[int(index)].cores if index and devices.near else frozenset())
+
+
+def assign(seen: Sequence[Devices], allowed: Sequence[Collection[int]]) -> list[int | None]:
+    """For each rank of a node, the index of its device among those it sees; None for one that sees none.
+
+    Where the launcher has bound ranks to cores, a rank takes a device that its cores are near to; where it has not, or
+    too many were bound near one device, each takes its place among the devices in the order of local ranks.
+    """
+    return by_cores(seen, allowed) or [pick(place, devices) for place, devices in enumerate(seen)]
+
+
+def by_cores(seen: Sequence[Devices], allowed: Sequence[Collection[int]]) -> list[int] | None:
+    """The devices of ranks by the cores that they are bound to, or None where these do not decide.
+
+    Devices with the same cores near them are dealt out to the ranks there by their first cores.
+    """
+    first = seen[0]
+    if any(devices != first for devices in seen) or len(first.near) < 2 or not all(one.cores for one in first.near):
+        return None
+    domains = [frozenset(one.cores) for one in first.near]
+    homes = [[domain for domain in set(domains) if set(cores) <= domain] for cores in allowed]
+    if any(len(home) != 1 for home in homes):
+        return None
+    chosen = dict.fromkeys(range(len(seen)), -1)
+    for (domain,) in {tuple(home) for home in homes}:
+        ranks = sorted((rank for rank, home in enumerate(homes) if home == [domain]), key=lambda r: min(allowed[r]))
+        free = [index for index, cores in enumerate(domains) if cores == domain]
+        if len(ranks) > len(free):
+            return None
+        chosen |= dict(zip(ranks, free, strict=False))
+    return list(chosen.values())
 
 
 def pick(local_rank: int, devices: Devices) -> int | None:
@@ -78,53 +120,36 @@ def visible_devices() -> Devices:
     for kind in ("cuda", "xpu"):
         layer = getattr(torch, kind)
         if layer.is_available():
-            found = [getattr(layer.get_device_properties(i), "uuid", None) for i in range(layer.device_count())]
-            return Devices(kind, identities(found, os.getpid()))
+            found = [layer.get_device_properties(index) for index in range(layer.device_count())]
+            ids = identities([getattr(one, "uuid", None) for one in found], os.getpid())
+            addresses = [pci(one) or "" for one in found]
+            return Devices(kind, ids, tuple(map(near, addresses)), fabrics(addresses))
     return Devices("cpu", ())
+
+
+def seated(devices: Devices, seats: Sequence[Seat]) -> Devices:
+    """The same devices with what a machine file says is near them, where Linux says nothing.
+
+    A file numbers all devices of a node, so it tells nothing to a process that sees only some of them.
+    """
+    known = any(one.cores for one in devices.near)
+    if known or len(seats) != len(devices.ids):
+        return devices
+    told = tuple(_near(seat) for seat in seats)
+    return replace(devices, near=told)
+
+
+def _near(seat: Seat) -> Near:
+    return Near(seat.numa, cores.physical(cores.parse(seat.cores)), (seat.nic,) if seat.nic else ())
+
+
+def pci(properties: Any) -> str | None:
+    """The PCI address of a device by torch's properties of it; None where they do not tell, as for Intel's."""
+    parts = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    return None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 def identities(uuids: Sequence[object], pid: int) -> tuple[str, ...]:
     """A name for each device: its UUID; where it has none, its number, which says nothing when only one is shown."""
     unknown = "device {}" if len(uuids) > 1 else f"the device of process {pid}"
     return tuple(str(uuid) if uuid else unknown.format(index) for index, uuid in enumerate(uuids))
-
-
-# ---- cores ---------------------------------------------------------------------------------------------------------
-
-
-def usable_cores() -> frozenset[int]:
-    """The physical cores that this process may use."""
-    return physical(os.sched_getaffinity(0), _siblings)
-
-
-def physical(cpus: Collection[int], siblings: Callable[[int], str]) -> frozenset[int]:
-    """The cores that hardware threads ``cpus`` belong to; ``siblings`` gives the list of a core's threads, as 3,51."""
-    return frozenset(_first(siblings(cpu), cpu) for cpu in cpus)
-
-
-def share(mine: Collection[int], others: Sequence[Collection[int]]) -> Fraction:
-    """How many cores fall to a rank, when each core is shared evenly by the ranks that may use it.
-
-    ``others`` has the cores of all ranks of the node, this one among them.
-    """
-    return sum((Fraction(1, sum(core in cores for cores in others)) for core in mine), Fraction(0))
-
-
-def threads(world: World, environ: Mapping[str, str] = os.environ) -> int:
-    """How many threads this rank should compute with: OMP_NUM_THREADS where it is set, else its share of the cores."""
-    given = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if given.isdigit() and int(given):
-        return int(given)
-    return max(1, int(share(world.cores, world.cores_of_node)))
-
-
-def _siblings(cpu: int) -> str:
-    try:
-        return (CPU / f"cpu{cpu}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return ""
-
-
-def _first(siblings: str, cpu: int) -> int:
-    first = siblings.strip().replace("-", ",").split(",")[0]
-    return int(first) if first.isdigit() else cpu

@@ -77,6 +77,7 @@ FOUND: dict[str, tuple[Callable[[Rank], Any], Callable[[Probe], str]]] = {
     "mpi.loaded": (lambda r: ", ".join(r.probe.mpi_libraries), lambda p: "/proc/self/maps"),
     "devices": (lambda r: len(r.probe.devices), lambda p: f"torch.{p.device_kind}, {p.device_mask}"),
     "devices.of_node": (lambda r: r.probe.devices_of_node, lambda p: "/dev"),
+    "devices.near": (lambda r: _near(r.probe), lambda p: "/sys/bus/pci/devices"),
     "cores": (lambda r: len(r.cores), lambda p: "sched_getaffinity"),
     "threads": (lambda r: r.probe.threads or "not set", lambda p: "OMP_NUM_THREADS"),
     "memory.gib": (lambda r: _gib(r.probe.memory), lambda p: p.memory_source),
@@ -85,6 +86,11 @@ FOUND: dict[str, tuple[Callable[[Rank], Any], Callable[[Probe], str]]] = {
     "folder.type": (lambda r: r.probe.folder.kind, lambda p: f"/proc/self/mountinfo {p.folder.point}"),
     "folder.free_gib": (lambda r: _gib(r.probe.folder.free_bytes), lambda p: f"statvfs {p.folder.point}"),
 }
+
+
+def _near(found: Probe) -> str:
+    """What is near each device that a rank sees."""
+    return "; ".join(f"{index}: {near}" for index, near in enumerate(found.near)) or "nothing to be near to"
 
 
 def _found(ranks: Sequence[Rank]) -> list[Fact]:

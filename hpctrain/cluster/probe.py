@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from hpctrain.cluster.devices import VISIBLE, visible_devices
+from hpctrain.cluster.sysfs import Near
 
 MPI_LIBRARY = re.compile(r"/libmpi(ch)?(_cray|_gnu|_intel|_abi|\d)*\.so")  # and not its C++ or Fortran part
 DEVICE_FILE = re.compile(r"nvidia\d+|renderD\d+")
@@ -54,6 +55,8 @@ class Probe:
     device_mask: str
     torch: str
     threads: str | None
+    near: tuple[Near, ...] = ()
+    """What is near each of ``devices``, as far as Linux tells it."""
 
 
 def probe(folder: Path) -> Probe:
@@ -77,6 +80,7 @@ def probe(folder: Path) -> Probe:
         mask(os.environ),
         torch.__version__,
         os.environ.get("OMP_NUM_THREADS"),
+        devices.near,
     )
 
 

@@ -8,13 +8,16 @@ carries MPI's daemons, not those of the ranks: ``launcher`` decides who is belie
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+from ClusterShell.NodeSet import RESOLVER_NOGROUP as NO_GROUPS
+from ClusterShell.NodeSet import NodeSet
+from ClusterShell.RangeSet import RangeSet, RangeSetException
 
 from hpctrain.cluster.fact import Fact
 from hpctrain.errors import LaunchError
@@ -94,6 +97,14 @@ def job(environ: Mapping[str, str]) -> Job | None:
     return Job(**values, facts=tuple(found.values()))
 
 
+def life(environ: Mapping[str, str]) -> str | None:
+    """Which life of its job this is, where Slurm has started it again."""
+    found = job(environ)
+    if found is None or not found.restarts:
+        return None
+    return f"life {found.restarts + 1} (restart {found.restarts} of job {found.id})"
+
+
 def expand_nodes(text: str) -> tuple[str, ...]:
     """The names of a node list such as ``n[01-03,7],login``, in its order.
 
@@ -124,18 +135,26 @@ def nodes_now(job: str) -> tuple[str, ...] | None:
 
 
 def expand_nodes_alone(text: str) -> tuple[str, ...]:
-    """``expand_nodes`` without Slurm's own commands, as in most containers; names of one bracket come out sorted."""
-    items = _check_nodes(text)
+    """``expand_nodes`` without Slurm's own commands, as in most containers."""
     try:
-        # Item by item: a NodeSet of the whole list would sort it, and drop names that come twice.
-        return tuple(name for item in items for name in NodeSet(item, resolver=RESOLVER_NOGROUP))
-    except NodeSetException as error:
+        return tuple(name for item in _check_nodes(text) for name in _names(item))
+    except RangeSetException as error:
         raise _malformed(text, str(error)) from None
 
 
-def fold_nodes(names: Iterable[str]) -> str:
-    """Names as a short node list: ``n[1-3],login``."""
-    return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
+def _names(item: str) -> Iterator[str]:
+    """The names of one item in the order of its brackets, the last one fastest; a NodeSet would sort them."""
+    parts = re.split(r"[\[\]]", item)  # every other one was in brackets
+    ranges = [[str(n) for one in part.split(",") for n in RangeSet(one)] for part in parts[1::2]]
+    for numbers in itertools.product(*ranges):
+        yield "".join(itertools.chain(*itertools.zip_longest(parts[::2], numbers, fillvalue="")))
+
+
+def fold_nodes(names: Sequence[str]) -> str:
+    """Names as a short node list: ``n[1-3],login``. What is no name stands beside them."""
+    plain = [name for name in names if re.fullmatch(r"[\w.\-]+", name)]
+    folded = str(NodeSet.fromlist(plain, resolver=NO_GROUPS))
+    return ",".join(filter(None, [folded, *(name for name in names if name not in plain)]))
 
 
 def expand_counts(text: str) -> tuple[int, ...]:

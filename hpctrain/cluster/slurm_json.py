@@ -14,6 +14,7 @@ from typing import Any
 
 from hpctrain.cluster.queue import OVER, QueuedJob, QueueNode
 from hpctrain.cluster.slurm import expand_nodes_alone
+from hpctrain.errors import LaunchError
 
 # A job's state without what is added to it: COMPLETED, COMPLETING is a job that ended and is being cleared away.
 PLAIN = OVER | {"PENDING", "RUNNING", "SUSPENDED"}
@@ -70,6 +71,14 @@ def number(value: object) -> int | None:
     return None if found in NO_NUMBER else found
 
 
+def names(text: str | None) -> tuple[str, ...]:
+    """The nodes of a list. One that cannot be taken apart stays as it is: it may be somebody else's job's."""
+    try:
+        return expand_nodes_alone(text) if text else ()
+    except LaunchError:
+        return (str(text),)
+
+
 def state(value: object) -> str:
     """A job's state as one word: what is added to it wins, as in Slurm's own tables."""
     words = [value] if isinstance(value, str) else value
@@ -97,39 +106,50 @@ def _read(read: Callable[[Row], Any], row: object) -> Any:
 
 
 def _job(row: Row) -> QueuedJob:
-    word = state(row["job_state"])
-    minutes = number(row.get("time_limit"))
-    array = number(row.get("array_job_id")) or None
-    task = number(row.get("array_task_id"))
+    nodes = names(row.get("nodes"))
     code, sign = _exit(row.get("exit_code"))
-    names = expand_nodes_alone(row["nodes"]) if row.get("nodes") else ()
     return QueuedJob(
         id=str(int(row["job_id"])),
         name=row.get("name") or "",
         user=row.get("user_name") or "",
-        state=word,
         reason=_reason(row),
-        nodes=names,
-        node_count=len(names) or number(row.get("node_count")) or 0,
+        nodes=nodes,
+        node_count=number(row.get("node_count")) or len(nodes),
         tasks=number(row.get("tasks")) or 0,
         partition=row.get("partition") or "",
         account=row.get("account") or None,
         qos=row.get("qos") or None,
-        submitted_at=number(row.get("submit_time")) or None,
-        started_at=number(row.get("start_time")) or None,
-        ends_at=ends(word, minutes, number(row.get("end_time"))),
-        limit_seconds=None if minutes is None else 60 * minutes,
         restarts=number(row.get("restart_cnt")) or 0,
         exit_code=code,
         exit_signal=sign,
-        array_job=str(array) if array else None,
-        array_tasks=(str(task) if task is not None else row.get("array_task_string") or None) if array else None,
         het_job=str(number(row.get("het_job_id")) or "") or None,
         folder=row.get("current_working_directory") or None,
         output=row.get("stdout_expanded") or row.get("standard_output") or None,
         dependency=row.get("dependency") or None,
         comment=_comment(row.get("comment")),
+        **_times(row),
+        **_array(row),
     )
+
+
+def _times(row: Row) -> Row:
+    """A job's state, and its times."""
+    word, minutes = state(row["job_state"]), number(row.get("time_limit"))
+    return {
+        "state": word,
+        "submitted_at": number(row.get("submit_time")) or None,
+        "started_at": number(row.get("start_time")) or None,
+        "ends_at": ends(word, minutes, number(row.get("end_time"))),
+        "limit_seconds": None if minutes is None else 60 * minutes,
+    }
+
+
+def _array(row: Row) -> Row:
+    """The array that a job belongs to, and its numbers there."""
+    array, task = number(row.get("array_job_id")), number(row.get("array_task_id"))
+    if not array:
+        return {"array_job": None, "array_tasks": None}
+    return {"array_job": str(array), "array_tasks": row.get("array_task_string") or None if task is None else str(task)}
 
 
 def ends(state: str, minutes: int | None, at: int | None) -> int | None:
@@ -184,8 +204,8 @@ def _alike(row: Row) -> list[QueueNode]:
         "gres": row["gres"]["total"] or None,
     }
     listed = row["nodes"]["nodes"]
-    names = [name for part in ([listed] if isinstance(listed, str) else listed) for name in expand_nodes_alone(part)]
-    return [QueueNode(name=name, **shared) for name in names]
+    parts = [listed] if isinstance(listed, str) else listed
+    return [QueueNode(name=name, **shared) for part in parts for name in names(part)]
 
 
 def _words(words: list[str]) -> tuple[str, ...]:

@@ -23,9 +23,8 @@ from typing import Any
 from hpctrain.cluster import slurm_commands
 from hpctrain.cluster.advice import Advice
 from hpctrain.cluster.queue import Expected, Partition, QueuedJob, QueueNode, Tell, select, warn
-from hpctrain.cluster.slurm import expand_nodes_alone
 from hpctrain.cluster.slurm_commands import CommandQueue
-from hpctrain.cluster.slurm_json import ends
+from hpctrain.cluster.slurm_json import ends, names
 from hpctrain.cluster.slurm_text import NO_TASK
 from hpctrain.errors import QueueError
 
@@ -163,24 +162,19 @@ def _installed() -> str:
 
 
 def _job(row: Row) -> QueuedJob:
-    nodes = expand_nodes_alone(row["allocated_nodes"]) if row["allocated_nodes"] else ()
-    minutes, output = row["time_limit"], row["standard_output"] or None
+    nodes = names(row["allocated_nodes"])
+    output = row["standard_output"] or None
     return QueuedJob(
         id=str(row["id"]),
         name=row["name"] or "",
         user=row["user_name"] or "",
-        state=row["state"],
         reason=None if row["state_reason"] in (None, "", "None") else row["state_reason"],
         nodes=nodes,
-        node_count=len(nodes) or row["num_nodes"] or 0,
+        node_count=row["num_nodes"] or len(nodes),
         tasks=row["ntasks"] or 0,
         partition=row["partition"] or "",
         account=row["account"] or None,
         qos=row["qos"] or None,
-        submitted_at=row["submit_time"],
-        started_at=row["start_time"],
-        ends_at=ends(row["state"], minutes, row["end_time"]),
-        limit_seconds=None if minutes is None else 60 * minutes,
         restarts=row["requeue_count"] or 0,
         exit_code=row["exit_code"],
         exit_signal=row["exit_code_signal"],
@@ -191,7 +185,20 @@ def _job(row: Row) -> QueuedJob:
         output=None if output and NO_TASK in output else output,
         dependency=_dependency(row["dependencies"] or {}),
         comment=row["comment"] or None,
+        **_times(row),
     )
+
+
+def _times(row: Row) -> Row:
+    """A job's state, and its times."""
+    minutes = row["time_limit"]
+    return {
+        "state": row["state"],
+        "submitted_at": row["submit_time"],
+        "started_at": row["start_time"],
+        "ends_at": ends(row["state"], minutes, row["end_time"]),
+        "limit_seconds": None if minutes is None else 60 * minutes,
+    }
 
 
 def _tasks(row: Row) -> str | None:
@@ -226,7 +233,7 @@ def _partition(row: Row) -> Partition:
         name=row["name"],
         is_default=bool(row["is_default"]),
         up=row["state"] == "UP",
-        nodes=expand_nodes_alone(row["nodes"]) if row["nodes"] else (),
+        nodes=names(row["nodes"]),
         max_nodes=most if isinstance(most, int) else None,
         max_seconds=60 * minutes if isinstance(minutes, int) else None,
     )

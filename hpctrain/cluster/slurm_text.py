@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 from hpctrain.cluster.queue import Expected, Partition, QueuedJob, QueueNode
-from hpctrain.cluster.slurm import expand_nodes_alone
-from hpctrain.cluster.slurm_json import UnknownSchema, ends
+from hpctrain.cluster.slurm_json import UnknownSchema, ends, names
 
 TIME_FORMAT = {"SLURM_TIME_FORMAT": "%s"}
 NONE = ("", "(null)", "N/A", "None", "Unknown", "UNLIMITED", "NONE", "INFINITE")
+# Fields of a job that are texts, and their keys.
+_TEXTS = {"account": "Account", "qos": "QOS", "folder": "WorkDir", "dependency": "Dependency", "comment": "Comment"}
 NO_TASK = "4294967294"  # in the name of a file, of tasks of an array that wait: they have no number yet
 
 # A job's name may hold anything, even what looks like another key, so it is cut out first.
@@ -48,7 +50,7 @@ def expected(text: str) -> Expected:
     said = line.removeprefix("sbatch: ").strip()
     if not found:
         return Expected(None, (), None, said)
-    return Expected(time(found[1]), expand_nodes_alone(found[2]), found[3], said)
+    return Expected(time(found[1]), names(found[2]), found[3], said)
 
 
 def time(text: str) -> int | None:
@@ -82,37 +84,39 @@ def _job(line: str) -> QueuedJob:
     if not cut:
         raise UnknownSchema(f"no job: {line[:80]!r}")
     keys = _keys(cut["before"]) | _keys(cut["after"])
-    name = _COMPONENTS.sub("", cut["name"]) if "HetJobId" in keys else cut["name"]
-    state, limit = keys["JobState"], seconds(keys["TimeLimit"])
     code, _, sign = keys["ExitCode"].partition(":")
-    names = expand_nodes_alone(keys["NodeList"]) if _value(keys, "NodeList") else ()
+    nodes = names(_value(keys, "NodeList"))
     return QueuedJob(
         id=keys["JobId"],
-        name=name,
+        name=_COMPONENTS.sub("", cut["name"]) if "HetJobId" in keys else cut["name"],
         user=keys["UserId"].split("(")[0],
-        state=state,
         reason=(_value(keys, "Reason") or "").replace("_", " ") or None,
-        nodes=names,
-        node_count=len(names) or _count(keys.get("NumNodes", "")),
+        nodes=nodes,
+        node_count=_count(keys.get("NumNodes", "")) or len(nodes),
         tasks=_count(keys.get("NumTasks", "")),
         partition=keys.get("Partition", ""),
-        account=_value(keys, "Account"),
-        qos=_value(keys, "QOS"),
-        submitted_at=time(keys["SubmitTime"]),
-        started_at=time(keys["StartTime"]),
-        ends_at=ends(state, limit, time(keys["EndTime"])),
-        limit_seconds=limit,
         restarts=_count(keys.get("Restarts", "")),
         exit_code=int(code),
         exit_signal=int(sign or 0),
         array_job=keys.get("ArrayJobId"),
         array_tasks=keys.get("ArrayTaskId"),
         het_job=keys.get("HetJobId"),
-        folder=_value(keys, "WorkDir"),
         output=None if NO_TASK in keys.get("StdOut", "") else _value(keys, "StdOut"),
-        dependency=_value(keys, "Dependency"),
-        comment=_value(keys, "Comment"),
+        **{field: _value(keys, key) for field, key in _TEXTS.items()},
+        **_times(keys),
     )
+
+
+def _times(keys: Mapping[str, str]) -> dict[str, Any]:
+    """A job's state, and its times."""
+    state, limit = keys["JobState"], seconds(keys["TimeLimit"])
+    return {
+        "state": state,
+        "submitted_at": time(keys["SubmitTime"]),
+        "started_at": time(keys["StartTime"]),
+        "ends_at": ends(state, limit, time(keys["EndTime"])),
+        "limit_seconds": limit,
+    }
 
 
 def _node(keys: Mapping[str, str]) -> QueueNode:
@@ -139,7 +143,7 @@ def _partition(keys: Mapping[str, str]) -> Partition:
         name=keys["PartitionName"],
         is_default=keys.get("Default") == "YES",
         up=keys.get("State") == "UP",
-        nodes=expand_nodes_alone(keys["Nodes"]) if _value(keys, "Nodes") else (),
+        nodes=names(_value(keys, "Nodes")),
         max_nodes=int(most) if most.isdigit() else None,
         max_seconds=seconds(keys.get("MaxTime", "")),
     )

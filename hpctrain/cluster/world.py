@@ -22,7 +22,7 @@ from hpctrain.cluster import advice, door, launcher, slurm
 from hpctrain.cluster.abort import GUARD
 from hpctrain.cluster.address import own_names, resolve
 from hpctrain.cluster.advice import Advice
-from hpctrain.cluster.devices import usable_cores
+from hpctrain.cluster.cores import usable_cores
 from hpctrain.cluster.fact import Fact
 from hpctrain.cluster.launcher import Launch
 from hpctrain.cluster.start import start_mpi

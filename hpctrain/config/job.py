@@ -30,6 +30,8 @@ class JobConfig(Section):
     """Ranks on each node; ``auto`` is one for each of the machine's devices."""
     cpus_per_task: int | Auto = "auto"
     """Processors of each rank, as the batch system counts them; ``auto`` shares the node's usable ones."""
+    bind_cores: bool = True
+    """Whether a rank with a device keeps to the cores nearest it, as far as the launcher lets it use them."""
     memory: str | None = None
     """Memory of a node, such as ``480G``; the machine's habit when not given."""
     time: Annotated[str, BeforeValidator(_time)] = Field("1:00:00", pattern=r"^(\d+-)?\d+(:\d\d:\d\d)?$")

@@ -31,6 +31,13 @@ class RunConfig(Section):
     """The folder of the run: log, checkpoints, trace. ``{name}`` stands for the run's name."""
     stop_signals: tuple[str, ...] = Field(("TERM", "USR1", "USR2"), strict=False)
     """Signals at which the run saves and stops, to be started again (exit status 75)."""
+    deadline: str = Field("auto", pattern=r"^(auto|none|(\d+-)?\d+:[0-5]\d:[0-5]\d)$")
+    """When the run saves and stops by itself: before the end of its job's time, as the batch system says (``auto``);
+    also so long after its start, as ``1:30:00`` or ``2-00:00:00``; or not at all (``none``)."""
+    margin_seconds: float = Field(30.0, ge=0)
+    """What is kept free before that end, beside the time of one more step and of a save."""
+    ask_seconds: float = Field(60.0, gt=0)
+    """How often the batch system is asked when the job ends: the limit may be moved while it runs."""
     seed: int = 1
     """Initial weights, the order of the data and dropout are pure functions of this number and of the step."""
 
@@ -305,7 +312,8 @@ class CheckpointConfig(Section):
     sync: bool = True
     """Whether a save ends only when the disk has the bytes (fsync)."""
     hints: dict[str, str | int] = {}
-    """Hints that the ``mpio`` writer gives to MPI-IO, e.g. ``cb_nodes``; each MPI library knows its own."""
+    """Hints that the ``mpio`` writer gives to MPI-IO, e.g. ``cb_nodes``; each MPI library knows its own. The file of
+    ``job.machine`` fills in those that are left out."""
 
     @model_validator(mode="after")
     def _near_has_a_folder(self) -> CheckpointConfig:

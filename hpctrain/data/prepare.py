@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -52,10 +52,17 @@ class Request:
     """Whether a document that cannot be read ends the work, or is left out and counted."""
 
 
-def prepare(request: Request, out: str | Path, group: Group | None = None, tell: Tell | None = None) -> Description:
+def prepare(
+    request: Request,
+    out: str | Path,
+    group: Group | None = None,
+    tell: Tell | None = None,
+    heed: Callable[[], None] = lambda: None,
+) -> Description:
     """Make ``OUT.bin``, ``OUT.idx`` and ``OUT.json``, and ``OUT.tokenizer.json`` where the tokenizer has one.
 
-    Collective. All ranks must see the folder of ``out``. Raises DataError and ConfigError, on all ranks alike.
+    Collective. All ranks must see the folder of ``out``. ``heed`` is called by all between rounds, and may end the work
+    by an error of all; then nothing is left. Raises DataError and ConfigError, on all ranks alike.
     """
     group = group or SoloGroup()
     led(group, lambda: _clear(Path(out)))
@@ -63,23 +70,32 @@ def prepare(request: Request, out: str | Path, group: Group | None = None, tell:
     tokenizer = Tokenizer(*led(group, lambda: _tokenizer(request, files)))
     part = Part(str(out), group.rank, tokenizer)
     with part.aside():
-        counts = _fill(part, request, files, group, tell)
+        counts = _fill(part, request, files, group, tell, heed)
         _join(part, group)
         return Description(**led(group, lambda: _publish(part, request, files, counts)))
 
 
-def prepare_shown(request: Request, out: str | Path, group: Group, stream: TextIO) -> Description:
+def prepare_shown(
+    request: Request, out: str | Path, group: Group, stream: TextIO, heed: Callable[[], None] = lambda: None
+) -> Description:
     """``prepare``, its progress shown on ``stream`` of the leading rank."""
     if not group.leads:
-        return prepare(request, out, group)
+        return prepare(request, out, group, heed=heed)
     with shown(stream) as tell:
-        return prepare(request, out, group, tell)
+        return prepare(request, out, group, tell, heed)
 
 
-def ready(data: DataConfig, folder: Path, group: Group, stream: TextIO | None = None) -> tuple[SourceConfig, ...]:
+def ready(
+    data: DataConfig,
+    folder: Path,
+    group: Group,
+    stream: TextIO | None = None,
+    heed: Callable[[], None] = lambda: None,
+) -> tuple[SourceConfig, ...]:
     """The sources of a run: those that it names, else its text, prepared in ``folder`` unless that was done before.
 
-    Collective. The leading rank shows its progress on ``stream`` (the error stream when not given). Text that is not
+    Collective. The leading rank shows its progress on ``stream`` (the error stream when not given); ``heed`` as in
+    ``prepare``. Text that is not
     UTF-8 is left out and counted: the tests of the standard library hold some.
     """
     if data.sources:
@@ -89,14 +105,21 @@ def ready(data: DataConfig, folder: Path, group: Group, stream: TextIO | None = 
     request = Request(data.text, data.tokenizer, data.pattern, on_error="skip")
     out = str(folder / "text")
     if not led(group, lambda: _stands(request, out)):
-        prepare_shown(request, out, group, stream or sys.stderr)
+        prepare_shown(request, out, group, stream or sys.stderr, heed)
     return (SourceConfig(path=out),)
 
 
 # ---- what each rank does -------------------------------------------------------------------------------------------
 
 
-def _fill(part: Part, request: Request, files: Sequence[File], group: Group, tell: Tell | None) -> Counter[str]:
+def _fill(
+    part: Part,
+    request: Request,
+    files: Sequence[File],
+    group: Group,
+    tell: Tell | None,
+    heed: Callable[[], None],
+) -> Counter[str]:
     """Write the documents of this rank's range of all bytes, round by round; the counts of all ranks."""
     if group.size > 1:
         # The ranks share the cores already; threads in each would only fight for them.
@@ -106,6 +129,7 @@ def _fill(part: Part, request: Request, files: Sequence[File], group: Group, tel
     mine = _cut((0, total + 1), group.rank, group.size)
     rounds = max(1, -(-total // (ROUND_BYTES * group.size)))
     for turn in range(rounds):
+        heed()
         span = _cut(mine, turn, rounds)
         done = sum(map(Counter, each(group, lambda span=span: _take(part, request, files, span))), done)
         if group.leads and tell:

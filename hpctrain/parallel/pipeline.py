@@ -123,9 +123,14 @@ class Runner:
             self._everywhere(now.loss)
         return float(now.loss), now.tokens
 
-    @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> float:
         """The mean loss over the tokens of all ranks, without gradients. Collective."""
+        loss, tokens = self.price(microbatches)
+        return loss / max(tokens, 1)
+
+    @torch.no_grad()
+    def price(self, microbatches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """The loss summed over the tokens of all ranks, without gradients, and how many these are. Collective."""
         schedule = self.pipe.schedules(len(microbatches))
         now = Pass(0, microbatches, schedule, 1, self._zeros((2,)), training=False)
         for action in schedule.ranks[self.pipe.group.rank]:
@@ -133,7 +138,7 @@ class Runner:
                 self._do(now, action)
         self._sent(now)
         self._everywhere(now.loss)
-        return float(now.loss[0] / now.loss[1].clamp(min=1))
+        return float(now.loss[0]), int(now.loss[1])
 
     def _do(self, now: Pass, action: Action, last: bool = False) -> None:
         """Do an action once what it needs of other ranks is there."""

@@ -95,6 +95,15 @@ class QueueContract:
         self.until(queue, f"{array}_2", lambda job: job.over)
         assert all(job.over or job.state == "COMPLETING" for job in queue.jobs([array]))
 
+    def test_a_heterogeneous_job_is_its_components(self, queue: Queue, folder: Path) -> None:
+        first = queue.submit(SLEEP, folder, ["-N1", ":", "-N2"])
+        self.until(queue, first, lambda job: job.state == "RUNNING")
+        jobs = queue.jobs([first])
+        assert [job.id for job in jobs] == [first, str(int(first) + 1)]
+        assert [(job.node_count, job.het_job) for job in jobs] == [(1, first), (2, first)]
+        queue.cancel(first)
+        self.until(queue, jobs[1].id, lambda job: job.over)
+
     def test_jobs_are_told_of_one_user_or_of_these_ids(self, queue: Queue, folder: Path) -> None:
         ids = [queue.submit(SLEEP, folder, ["--hold"]) for _ in range(3)]
         assert [job.id for job in queue.jobs(ids[:2])] == ids[:2]

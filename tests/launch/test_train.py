@@ -189,27 +189,31 @@ def test_two_runs_at_the_same_moment_do_not_disturb_each_other(unbroken, launch,
 # ---- stopped
 
 
-def stop_by_signal(folder: Path, job: Job) -> None:
-    """As Slurm does before the time is up, but to one rank alone."""
+def stop_by_signal(folder: Path, job: Job) -> str:
+    """As Slurm does before the time is up, but to one rank alone; gives what the run says of it."""
     job.ranks()[1].send_signal(signal.SIGTERM)
+    return "signal TERM at rank 1"
 
 
-def stop_by_file(folder: Path, job: Job) -> None:
+def stop_by_file(folder: Path, job: Job) -> str:
     (folder / "run/stop").touch()
+    return "the file run/stop"
 
 
-@pytest.mark.parametrize("stop", [stop_by_signal, stop_by_file])
-def test_a_run_that_is_asked_to_stop_saves_once_and_goes_on_bit_for_bit(stop, unbroken, launch, folder: Path) -> None:
+@pytest.mark.parametrize(("stop", "left"), [(stop_by_signal, []), (stop_by_file, ["run/no-requeue"])])
+def test_a_run_that_is_asked_to_stop_saves_once_and_goes_on_bit_for_bit(
+    stop, left: list[str], unbroken, launch, folder: Path
+) -> None:
     job = launch.start(2, *command())
     until(job, steps_logged(folder, 2))
-    stop(folder, job)
+    why = stop(folder, job)
     done = job.wait()
     assert done.returncode == EXIT_REQUEUE, done.stderr
     last = len(lines(folder))
-    assert f"stopped after step {last}, as asked; start the same command again to go on\n" in done.stderr
+    assert f"stopped after step {last}: {why}; start the same command again to go on\n" in done.stderr
     assert checkpoints(folder) == ["latest", f"step-{last:08}.h5"]
     assert_whole(folder, last)
-    assert not (folder / "run/stop").exists()
+    assert [name for name in ("run/stop", "run/no-requeue") if (folder / name).exists()] == left
 
     again = launch(2, *command())
     assert again.returncode == 0, again.stderr
@@ -229,16 +233,20 @@ def test_a_signal_in_the_middle_of_a_save_stops_the_run_in_good_order(launch, fo
     assert_whole(folder, len(lines(folder)))
 
 
-def test_a_signal_in_the_middle_of_a_validation_stops_the_run_in_good_order(launch, folder: Path) -> None:
-    # A step of two samples and a validation of all: the run is validating nearly all the time.
-    long = ("train.batch=2", "train.steps=500", "train.validate_every=1", "train.validate_batches=1000")
-    job = launch.start(2, *command(*long))
-    until(job, steps_logged(folder, 1))
+def test_a_signal_in_the_middle_of_a_validation_ends_it_and_the_run_saves(launch, folder: Path) -> None:
+    for number in range(30):
+        with (folder / f"corpus/{number:02}.txt").open("a") as text:
+            text.write("Ranks meet and tokens flow. " * 20_000)
+    # A step of two samples and a validation of half of a long text, which takes minutes.
+    long = ("train.batch=2", "train.steps=500", "train.validate_every=1", "train.validate_batches=1000000")
+    job = launch.start(2, *command(*long, "data.validation=0.5"))
+    until(job, lambda: "ranks     " in job.stderr)
+    time.sleep(2)
     stop_by_signal(folder, job)
-    done = job.wait()
+    done = job.wait(20)
     assert done.returncode == EXIT_REQUEUE, done.stderr
-    assert all("validation_loss" in line for line in lines(folder))
-    assert_whole(folder, len(lines(folder)))
+    assert [(line["step"], "validation_loss" in line) for line in lines(folder)] == [(1, False)]
+    assert_whole(folder, 1)
 
 
 def test_a_run_whose_ranks_were_killed_logs_each_step_once(unbroken, launch, folder: Path) -> None:

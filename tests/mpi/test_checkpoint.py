@@ -15,7 +15,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpctrain.checkpoint import disk, format, save
+from hpctrain.checkpoint import disk, format, save, stripes
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import agree
 from hpctrain.comm.group import Group
@@ -208,6 +208,24 @@ def test_hints_reach_mpi_io(folder: Path, four: Group, monkeypatch: pytest.Monke
     put(folder, four, MIXED, writer="mpio", hints={"cb_nodes": 2, "romio_cb_write": "enable"})
     assert given[0].items() >= {"cb_nodes": "2", "romio_cb_write": "enable"}.items()
     assert taken(folder, four, MIXED) == (1, [])
+
+
+@pytest.mark.skipif(not format.parallel(), reason="h5py is serial")
+def test_a_file_with_stripes_is_made_by_mpi_io_and_filled(folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch):
+    made, real = [], stripes.make
+
+    def make(path: Path, hints: dict[str, Any]) -> bool:
+        there = real(path, hints)
+        made.append((there, path.stat().st_ino if there else None))
+        return there
+
+    monkeypatch.setattr(stripes, "make", make)
+    path = put(folder, four, MIXED, writer="mpio", hints={"striping_factor": 2, "striping_unit": 1 << 20})
+    assert made == ([(True, path.stat().st_ino)] if four.leads else [])
+    assert taken(folder, four, MIXED) == (1, [])
+    striped, plain = path.read_bytes(), put(folder, four, MIXED, writer="mpio").read_bytes()
+    assert striped == plain
+    assert [there for there, _ in made] == ([True, False] if four.leads else [])
 
 
 @pytest.mark.parametrize("save", [put, put_behind])

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.devices import choose_device, threads
+from hpctrain.cluster.cores import threads
+from hpctrain.cluster.deadline import Deadline
+from hpctrain.cluster.devices import choose_device
 from hpctrain.cluster.doctor import diagnose
 from hpctrain.cluster.links import clock_offsets
-from hpctrain.cluster.stop import listening
+from hpctrain.cluster.stop import Flag, listening
 from hpctrain.cluster.wait import missing
 from hpctrain.cluster.world import World
-from hpctrain.config import CommConfig
+from hpctrain.config import CommConfig, RunConfig
 from hpctrain.errors import LateError
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -79,18 +81,35 @@ def test_what_rank_0_shares_reaches_all(first, ranks: int, value: object) -> Non
     assert world.collect(world.rank) == list(range(ranks))
 
 
-def test_the_signal_of_one_rank_stops_all_at_the_same_step(four) -> None:
+def test_the_signal_of_one_rank_stops_all_at_the_same_step(four, tmp_path) -> None:
     if four is None:
         return
-    world = World.of(four)
-    with listening(None) as stop_requested:
+    world, flag = World.of(four), Flag()
+    with listening(RunConfig(dir=str(tmp_path)), world, flag) as stop:
         for step in range(1000):
             time.sleep(0.001 * world.rank)
             if world.rank == 3 and step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if world.agree(stop_requested()):
+            if stop.agreed():
                 break
-    assert world.collect(step) == [5] * 4
+    flag.restore()
+    assert world.collect((step, stop.why)) == [(5, "signal TERM at rank 3")] * 4
+
+
+def test_the_end_of_the_time_which_rank_0_alone_sees_stops_all_at_the_same_step(four, tmp_path) -> None:
+    if four is None:
+        return
+    world, flag = World.of(four), Flag()
+    deadline = Deadline(time.time() + 2) if world.leads else None
+    with listening(RunConfig(dir=str(tmp_path), margin_seconds=0), world, flag, deadline) as stop:
+        steps = 1
+        while not stop.agreed():
+            time.sleep(0.01 * world.rank)
+            stop.pace.stepped(0.03)
+            steps += 1
+    flag.restore()
+    assert len({*world.collect((steps, stop.why))}) == 1 and steps > 1
+    assert stop.why.startswith("the job's time ends in 0.")
 
 
 def test_a_wait_that_ends_names_who_did_not_come_and_the_world_goes_on(four) -> None:

@@ -77,7 +77,7 @@ def test_a_stop_file_ends_all_ranks_and_the_script_comes_to_its_end(cluster, tra
     (tmp_path / "runs/tiny/stop").touch()
     done = cluster.wait_for(job, timeout=60)
     last = steps(tmp_path)[-1]
-    assert f"stopped after step {last}, as asked" in done.output
+    assert f"stopped after step {last}: the file runs/tiny/stop;" in done.output
     assert "srun gave 75" in done.output
     assert (done.state, done.exit_code) == ("COMPLETED", 0)
     assert (tmp_path / f"runs/tiny/checkpoints/step-{last:08}.h5").exists()

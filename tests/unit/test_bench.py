@@ -89,7 +89,10 @@ def test_rows_have_the_rank_that_has_most_and_the_sum_of_what_all_took() -> None
     ("plan", "told"),
     [
         (Plan(against=("tape",)), "--against tape: not a known peer\n  take some of dcp, dcp-4, dcp-async, apart"),
-        (Plan(writers=("pen",)), "--writers pen: not a known writer\n  take some of direct, mpio, background, apart"),
+        (
+            Plan(writers=("pen",)),
+            "--writers pen: not a known writer\n  take some of direct, mpio, background, near, apart",
+        ),
         (Plan(cut="slices"), "--cut slices: not a known cut\n  take one of flat, rows, columns"),
         (
             Plan(against=("dcp",)),

@@ -1,27 +1,28 @@
-"""Which device a rank takes, how many cores fall to it, and who is refused."""
+"""Which device a rank takes, and who is refused."""
 
 from __future__ import annotations
 
-from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpctrain.cluster.devices import (
     Devices,
+    assign,
     check_devices,
     identities,
-    physical,
+    pci,
     pick,
-    share,
-    threads,
-    usable_cores,
+    seated,
 )
+from hpctrain.cluster.sysfs import Near
 from hpctrain.errors import LaunchError
+from hpctrain.plan.machine import Seat
 
 FOUR = Devices("cuda", ("a", "b", "c", "d"))
+# Two devices on each of two NUMA domains, the far domain first, as on many machines.
+PAIRS = tuple(Near(numa, frozenset(range(8 * numa, 8 * numa + 8))) for numa in (1, 1, 0, 0))
+SEEN = Devices("cuda", FOUR.ids, PAIRS)
 
 
 def test_a_rank_takes_its_place_among_the_devices_that_it_sees() -> None:
@@ -49,40 +50,37 @@ def test_devices_without_a_uuid_are_told_apart_by_number_and_a_single_one_by_its
     assert identities([None], pid=5) != identities([None], pid=6)
 
 
-@given(st.lists(st.frozensets(st.integers(0, 15), min_size=1), min_size=1, max_size=8))
-def test_the_shares_of_all_ranks_make_the_cores_that_they_may_use(cores: list[frozenset[int]]) -> None:
-    assert sum(share(mine, cores) for mine in cores) == len(frozenset().union(*cores))
-
-
-def test_bound_ranks_keep_their_cores_and_others_share() -> None:
-    assert [share({n}, [{0}, {1}]) for n in (0, 1)] == [1, 1]
-    assert share({0, 1}, [{0, 1}] * 4) == Fraction(1, 2)
-
-
-def test_two_hardware_threads_of_a_core_count_once() -> None:
-    siblings = {0: "0,4", 4: "0,4", 1: "1-2", 2: "1-2", 9: ""}
-    assert physical(siblings, siblings.__getitem__) == {0, 1, 9}
-
-
-def test_this_process_may_use_a_core() -> None:
-    assert usable_cores()
+def test_ranks_bound_to_cores_take_the_devices_near_them() -> None:
+    bound = [{0, 1}, {2, 3}, {8, 9}, {10, 11}]
+    assert assign([SEEN] * 4, bound) == [2, 3, 0, 1]
+    assert assign([SEEN] * 4, bound[::-1]) == [1, 0, 3, 2]
+    assert assign([SEEN] * 2, [{9}, {1}]) == [0, 2]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cores", "environ", "expected"),
-    [
-        (1, 8, {}, 8),
-        (4, 8, {}, 2),
-        (3, 8, {}, 2),
-        (4, 2, {}, 1),
-        (4, 8, {"OMP_NUM_THREADS": "5"}, 5),
-        (4, 8, {"OMP_NUM_THREADS": "3,2"}, 3),
-        (4, 8, {"OMP_NUM_THREADS": ""}, 2),
-        (4, 8, {"OMP_NUM_THREADS": "0"}, 2),
-    ],
+    "allowed",
+    [[set(range(16))] * 4, [{0}, {1}, {2}, {8}], [{0, 8}, {1}, {9}, {10}]],
+    ids=["unbound", "three near two devices", "a rank on both sides"],
 )
-def test_a_rank_computes_with_its_share_of_the_cores_unless_told(
-    ranks: int, cores: int, environ: dict[str, str], expected: int
-) -> None:
-    world = SimpleNamespace(cores=frozenset(range(cores)), cores_of_node=(frozenset(range(cores)),) * ranks)
-    assert threads(world, environ) == expected
+def test_ranks_whose_cores_do_not_decide_take_devices_in_their_order(allowed: list[set[int]]) -> None:
+    assert assign([SEEN] * 4, allowed) == [0, 1, 2, 3]
+
+
+def test_ranks_that_see_one_device_each_have_it_whatever_their_cores() -> None:
+    alone = [Devices("cuda", (name,), (PAIRS[0],)) for name in "abcd"]
+    assert assign(alone, [{0}] * 4) == [0] * 4
+    assert assign([Devices("cpu", ())] * 2, [{0}, {1}]) == [None, None]
+
+
+def test_a_machine_file_says_what_linux_does_not() -> None:
+    seats = [Seat(numa=3 - index, cores=f"{900 - index}", nic=f"hsn{index}") for index in range(4)]
+    told = seated(FOUR, seats)
+    assert told.near[1] == Near(2, frozenset({899}), ("hsn1",))
+    assert seated(SEEN, seats) is SEEN
+    one = Devices("cuda", ("a",))
+    assert seated(one, seats) is one  # which of the four it is, nobody knows
+
+
+def test_a_device_has_an_address_where_torch_tells_its_parts() -> None:
+    assert pci(SimpleNamespace(pci_domain_id=9, pci_bus_id=193, pci_device_id=0)) == "0009:c1:00.0"
+    assert pci(SimpleNamespace(uuid="x")) is None

@@ -14,6 +14,7 @@ from hpctrain.cluster.advice import GIB, Rank
 from hpctrain.cluster.doctor import Report, show
 from hpctrain.cluster.fact import Fact
 from hpctrain.cluster.probe import Hdf5, Mount, Probe
+from hpctrain.cluster.sysfs import Near
 
 HEALTHY = Probe(
     host="node1",
@@ -53,6 +54,13 @@ def test_nothing_is_said_of_a_healthy_job() -> None:
 def test_ranks_that_share_a_core_are_told() -> None:
     crowded = [replace(rank, cores=frozenset({0, 1})) for rank in node()]
     assert "4 ranks on node1 share 2 cores" in only(crowded).what
+
+
+def test_a_rank_kept_far_from_its_device_is_told_with_both_places() -> None:
+    near = (Near(3, frozenset(range(48, 64))),)
+    said = only(node(1, near=near, devices=("a",)))
+    assert "rank 0 on node1 computes on cores 0-15, and its device is near 48-63" in said.what
+    assert advice.all_of(node(1, near=(Near(0, frozenset({8})),), devices=("a",)), (0.0,)) == []
 
 
 def test_more_threads_than_cores_are_told() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster.slurm import expand_counts, expand_nodes, expand_nodes_alone, in_step, job
+from hpctrain.cluster.slurm import expand_counts, expand_nodes, expand_nodes_alone, fold_nodes, in_step, job
 from hpctrain.errors import LaunchError
 from tests.unit.slurm_dumps import SCENARIOS, dump, shells, tasks
 
@@ -23,6 +23,8 @@ LISTS = {
     "site-a1-ia[810-812]": ["site-a1-ia810", "site-a1-ia811", "site-a1-ia812"],
     "d07-[31-32]": ["d07-31", "d07-32"],
     "nid[0008-0011]": ["nid0008", "nid0009", "nid0010", "nid0011"],
+    "n[01-03,7]": ["n01", "n02", "n03", "n7"],
+    "r[2-3,1]n[2,1]": ["r2n2", "r2n1", "r3n2", "r3n1", "r1n2", "r1n1"],
     "n[8-11]": ["n8", "n9", "n10", "n11"],
     "rack[0-1]node[1-2]": ["rack0node1", "rack0node2", "rack1node1", "rack1node2"],
     "x1,x01,x001": ["x1", "x01", "x001"],
@@ -90,6 +92,17 @@ def test_any_list_gives_exactly_the_names_it_stands_for(made: tuple[str, list[st
     found = expand_nodes_alone(text)
     assert list(found) == names
     assert not any(re.search(r"[\[\],]", name) for name in found)
+
+
+@given(node_lists())
+def test_names_that_are_folded_are_the_same_names(made: tuple[str, list[str]]) -> None:
+    names = made[1]
+    assert sorted(expand_nodes_alone(fold_nodes(names))) == sorted(set(names))
+
+
+def test_nodes_are_folded_into_one_short_list() -> None:
+    assert fold_nodes(["n1", "n2", "n3", "login"]) == "login,n[1-3]"
+    assert fold_nodes(["n1", "ring{n2}"]) == "n1,ring{n2}" and fold_nodes([]) == ""
 
 
 @settings(max_examples=1000)

@@ -184,6 +184,14 @@ def test_a_number_is_read_in_all_its_forms(value: object, number: int | None) ->
     assert slurm_json.number(value) == number
 
 
+def test_a_node_list_that_cannot_be_taken_apart_hides_no_job() -> None:
+    listed = text("squeue.json").replace('"nodes": "node[1-2]"', '"nodes": "ring{node1}"')
+    shown = text("scontrol-show-job.txt").replace("NodeList=node[1-2]", "NodeList=ring{node1}")
+    for jobs in (slurm_json.jobs(listed), slurm_text.jobs(shown)):
+        job = {job.label: job for job in jobs}["3"]
+        assert (len(jobs), job.nodes, job.node_count) == (9, ("ring{node1}",), 2)
+
+
 def test_a_signal_that_ended_a_job_is_told() -> None:
     line = text("squeue.json").replace('"exit_code": 768', '"exit_code": 9')
     assert {job.id: (job.exit_code, job.exit_signal) for job in slurm_json.jobs(line)}["2"] == (0, 9)

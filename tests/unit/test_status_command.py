@@ -59,6 +59,7 @@ JOBS = {
         "12", "COMPLETING", ends_at=10_600, limit_seconds=172_800
     ),
     "failed 1:40 ago, exit status 3": queued("12", "FAILED", ends_at=9_900, exit_code=3),
+    "stopped in good order 1:40 ago": queued("12", "FAILED", ends_at=9_900, exit_code=75),
     "out of memory 1:40 ago, by signal 9": queued("12", "OUT_OF_MEMORY", ends_at=9_900, exit_signal=9),
     "completed 1 s ago": queued("12", "COMPLETED", ends_at=9_999),
 }
