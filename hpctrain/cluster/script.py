@@ -13,6 +13,7 @@ from hpctrain.cluster.request import Request, Variable, clock
 from hpctrain.cluster.shell import command, export, joined, paragraph, value, word
 from hpctrain.errors import EXIT_REQUEUE
 
+UNBOUND = ("--bind-to", "none")  # else Open MPI binds each rank to one core; MPICH takes the words too
 _GPUS = ("--gpus", "--gres", "-G")  # a machine that asks for its devices in another way
 AGAIN_AT_MOST = 3
 """How often in a row a job goes back into the queue because too few of its nodes were good."""
@@ -347,7 +348,7 @@ def _srun(r: Request) -> Iterator[str]:
 
 def _mpirun(r: Request) -> Iterator[str]:
     yield 'mpirun -n "$SLURM_NTASKS"' if r.system == "slurm" else f"mpirun -n {r.tasks}"
-    yield from map(word, r.launch)
+    yield from map(word, r.launch or UNBOUND)
 
 
 def _mpiexec(r: Request) -> Iterator[str]:

@@ -76,7 +76,7 @@ def _mpirun() -> Request:
         "For sites where srun and the MPI library do not know each other.",
     )
     place = Place("", "", "", "slurm/train-mpirun.sbatch", about=about)
-    return replace(GENERIC, place=place, launcher="mpirun", launch=("--bind-to", "none"), mpi=None)
+    return replace(GENERIC, place=place, launcher="mpirun", mpi=None)
 
 
 def _apptainer() -> Request:

@@ -104,7 +104,7 @@ def test_a_run_on_four_nodes_that_is_warned_saves_comes_back_and_finishes(
     assert (done.state, done.exit_code, facts["Restarts"]) == ("COMPLETED", 0, "1"), said
     assert (facts["JobName"], facts["NumNodes"], facts["CPUs/Task"]) == ("tiny", "4", "2")
     assert "4 nodes x 1 rank" in said
-    assert "as asked; start the same command again" in said
+    assert "start the same command again to go on" in said
     assert said.count("going on from step") == 1
     assert logged(tmp_path) == list(range(1, 41))
 
