@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from hpctrain.parallel.zero import Formats, Sharded
 from hpctrain.plan.fit import fit, hinted
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
+from hpctrain.plan.links import linked
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.machines import named
 from hpctrain.plan.plan import Plan, decide, lay
@@ -60,11 +61,12 @@ def train(config: Config, world: World, stop: Stop) -> int:
     When ``stop`` says so it ends early: with a checkpoint, or before the first step with nothing that is not whole.
     """
     machine = named(config.job.machine)  # its facts, where one is named
+    topology = linked(world.topology, machine)  # where ranks are, and how fast the links between them
     device = set_up_device(config, world, machine)
-    groups = Groups.open(lay(config, world.topology), world, config.comm)  # a communicator for each axis
+    groups = Groups.open(lay(config, topology), world, config.comm)  # a communicator for each axis
     led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups, stop.heed)  # text becomes tokens, once
-    plan = fit(decide(config, world.topology, batches.vocabulary), config, machine)  # every decision, as one value
+    plan = fit(decide(config, topology, batches.vocabulary), config, machine)  # every decision, as one value
     job = Job.build(config, plan, groups, device)  # this rank's part of the model
     knobs, folder = hinted(config.checkpoint, machine), config.run.folder / "checkpoints"
     checkpoint = Checkpoint(knobs, folder, plan.mesh, groups.whole, world.host)
@@ -78,7 +80,9 @@ def train(config: Config, world: World, stop: Stop) -> int:
         open_log(config, start, world) as log,
         Saver(checkpoint, job.state, about, log.say, stop.pace) as saver,
     ):
-        log.say(greeting(config, plan, start))
+        log.say(greeting(config, plan, start, os.environ))
+        if checkpoint.resumed_near and start >= config.train.steps:
+            saver.step(start, last=True)  # no step is left to do, and the run's folder has no file of this one
         ends = False
         for step in range(start, config.train.steps):
             told = job.step(step, batches, stop.agreed)
@@ -252,14 +256,14 @@ def open_log(config: Config, start: int, world: World) -> Log:
     return Log(config.run.folder, start, config.train.steps, world.leads, log.every, log.tensorboard)
 
 
-def greeting(config: Config, plan: Plan, start: int) -> str:
+def greeting(config: Config, plan: Plan, start: int, environ: Mapping[str, str]) -> str:
     """How a run begins, or one more life of it."""
-    before = life(os.environ)
+    which = [life(environ)] if life(environ) else []
     if start:
-        return f"{before}, going on from step {start}" if before else f"going on from step {start}"
+        return ", ".join([*which, f"going on from step {start}"])
     source = config.checkpoint.start_from
-    first = [f"{before}, from the beginning"] if before else []
-    return "\n".join([*first, plan.show()] + ([] if source is None else [f"starting from {source}"]))
+    lines = [f"{one}, from the beginning" for one in which] + [plan.show()]
+    return "\n".join(lines if source is None else [*lines, f"starting from {source}"])
 
 
 def parting(step: int, why: str | None) -> str:

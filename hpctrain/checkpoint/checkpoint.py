@@ -33,17 +33,21 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """The checkpoints of one run, in one folder. ``group`` is of all ranks of ``mesh``, numbered as there.
+    """The checkpoints of one run, in one folder. ``group`` is of all ranks of ``mesh``, in any order.
 
-    ``host`` names this rank's node, where its host's name does not tell nodes apart.
+    Its ``ranks`` are those of the mesh, as ``Groups`` has it. ``host`` names this rank's node, where its host's name
+    does not tell nodes apart.
     """
 
     def __init__(
         self, config: CheckpointConfig, folder: Path, mesh: Mesh, group: Group, host: str | None = None
     ) -> None:
+        mesh = mesh.fit(group.size).among(group.ranks)  # numbered as the group's members
         self.config, self.folder, self.mesh, self.group = config, Path(folder), mesh, group
         self.nbytes = 0
         """What a checkpoint's tensors take, once the ranks have agreed on them to resume."""
+        self.resumed_near = False
+        """Whether what ``resume`` took was near: the run's folder has no whole file of it."""
         self._write = writer(config.writer, group)
         self.near = Near(config, folder, mesh, group, host)
         self._files = Folder(config, self.folder)
@@ -184,6 +188,7 @@ class Checkpoint:
         damaged: list[str] = []
         while True:
             step, found = self._look(entries, damaged, state)
+            self.resumed_near = step > 0
             if step or not found:
                 break
             path, index = Path(found["path"]), Index.from_json(found["index"])

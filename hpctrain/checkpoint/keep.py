@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
-import socket
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,14 +19,13 @@ from pathlib import Path
 
 from hpctrain.checkpoint.format import Index, read_index
 from hpctrain.checkpoint.save import sync_file
+from hpctrain.cluster import aside
 from hpctrain.errors import CheckpointError, FullError, IncompleteError
 
 POINTER = "latest"
 KEPT = "kept"
 STEP_FILE = re.compile(r"step-(\d{8,})\.h5")
-PART_FILE = re.compile(r"\.(?:step-\d{8,}\.h5|latest|kept)\.(.+)\.(\d+)\.[0-9a-f]+\.part")
-# A file aside whose owner cannot be asked (it ran on another host) is taken for dead after this long without a write.
-STALE_SECONDS = 3600.0
+PART_FILE = re.compile(rf"\.(?:step-\d{{8,}}\.h5|latest|kept)\.{aside.TAG}\.part")
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +37,7 @@ def file_name(step: int) -> str:
 
 def part_name(name: str) -> str:
     """A new name to write ``name`` aside under: it tells whose it is, and no other writer has it."""
-    return f".{name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.part"
+    return f".{name}.{aside.tag()}.part"
 
 
 def listing(folder: Path) -> list[str]:
@@ -121,16 +118,16 @@ def sweep(folder: Path, names: Iterable[str]) -> None:
     """Remove files aside whose writers are dead."""
     for name in names:
         found = PART_FILE.fullmatch(name)
-        if found and _dead(folder / name, found[1], int(found[2])):
+        if found and aside.dead(folder / name, found["host"], int(found["pid"])):
             (folder / name).unlink(missing_ok=True)
 
 
 def abandoned(folder: Path, name: str) -> Iterator[Path]:
     """What writers of ``name`` that are dead left aside."""
-    aside = re.compile(rf"\.{re.escape(name)}\.(.+)\.(\d+)\.[0-9a-f]+\.part")
+    named = re.compile(rf"\.{re.escape(name)}\.{aside.TAG}\.part")
     for entry in listing(folder):
-        found = aside.fullmatch(entry)
-        if found and _dead(folder / entry, found[1], int(found[2])):
+        found = named.fullmatch(entry)
+        if found and aside.dead(folder / entry, found["host"], int(found["pid"])):
             yield folder / entry
 
 
@@ -159,11 +156,11 @@ def _held(folder: Path) -> list[str]:
 
 def _write(path: Path, text: str, sync: bool) -> None:
     """Replace a small file of text, whole."""
-    aside = path.parent / part_name(path.name)
-    aside.write_text(text, encoding="utf-8")
+    part = path.parent / part_name(path.name)
+    part.write_text(text, encoding="utf-8")
     if sync:
-        sync_file(aside)
-    os.replace(aside, path)
+        sync_file(part)
+    os.replace(part, path)
     if sync:
         sync_file(path.parent)
 
@@ -178,23 +175,4 @@ def _whole(path: Path) -> bool:
         read_index(path)
     except CheckpointError:
         return False
-    return True
-
-
-def _dead(path: Path, host: str, pid: int) -> bool:
-    if host == socket.gethostname() and not _alive(pid):
-        return True
-    try:
-        return time.time() - path.stat().st_mtime > STALE_SECONDS
-    except FileNotFoundError:
-        return False
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
     return True

@@ -154,6 +154,30 @@ def scale(
     _show(rows, as_json, f"{ranks} ranks, one process that plays them")
 
 
+@app.command("place")
+def place(
+    config: ConfigPath,
+    machine: Annotated[str, typer.Option(help="A machine whose file tells of groups of nodes.")] = "frontier",
+    ranks: Annotated[int, typer.Option(help="Ranks of the large job of which one is played.", min=1)] = 131072,
+    set: Overrides = None,  # noqa: A002 - the option's name
+    as_json: AsJson = False,
+) -> None:
+    """Count the bytes that cross nodes and switches, as ranks are numbered and as they are placed, and time placing.
+
+    A pure calculation, of the model that CONFIG tells; needs no launcher and no machine.
+    """
+    from hpctrain.bench.place import run, scale
+    from hpctrain.config import load
+
+    chosen = load(config, tuple(set or ()))
+    rows, parts = run(chosen, machine), scale(chosen, machine, ranks)
+    if as_json:
+        print(json.dumps({"orders": [asdict(row) for row in rows], "parts": [asdict(one) for one in parts]}, indent=2))
+        return
+    _show(rows, False, "GiB a step, all ranks together")
+    _show(parts, False, "one rank of a large job, in a process of its own")
+
+
 @app.command("start")
 def start(
     config: ConfigPath,

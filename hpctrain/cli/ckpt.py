@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,9 @@ from hpctrain.cli.options import AsJson
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from hpctrain.checkpoint.format import Slot
+    from hpctrain.comm.group import Group
 
 app = typer.Typer(no_args_is_help=True)
 app.command("export")(hub.export)
@@ -46,36 +50,44 @@ def inspect(
 ) -> None:
     """List what is inside a checkpoint: step, attributes, and each tensor's name, dtype, shape and size."""
     from hpctrain.checkpoint import inspect as inside
+
+    with ckpt_files.ranks() as group:
+        path, index = ckpt_files.file_of(file, group)
+        slots = inside.select(path, index, tensor)
+        rows = [asdict(slot) | {"bytes": slot.nbytes} for slot in slots]
+        if stats:
+            found = _stats(path, slots, index.table, group)
+            rows = [row | one for row, one in zip(rows, found, strict=True)]
+        report = {"file": str(path), "step": index.step, "attributes": index.attributes, "tensors": rows}
+        ckpt_files.say(group, report, as_json, lambda: _shown(report))
+
+
+def _stats(path: Path, slots: Sequence[Slot], table: int | None, group: Group) -> list[dict[str, Any]]:
+    """How the numbers of tensors are spread; the ranks of ``group`` take them in turn."""
+    from hpctrain.checkpoint.inspect import all_stats
     from hpctrain.checkpoint.together import together
-    from hpctrain.comm.group import SoloGroup
 
-    alone = SoloGroup()
-    path, index = ckpt_files.file_of(file, alone)
-    slots = inside.select(path, index, tensor)
-    rows = [asdict(slot) | {"bytes": slot.nbytes} for slot in slots]
-    if stats:
-        with bar("read") as tell:
-            found = together(alone, lambda: inside.all_stats(path, slots, index.table, tell), f"reading {path}")
-        rows = [row | asdict(one) for row, one in zip(rows, found, strict=True)]
-    report = {"file": str(path), "step": index.step, "attributes": index.attributes, "tensors": rows}
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        _show(report)
+    mine = slots[group.rank :: group.size]
+    with bar("read", group.leads, group.size) as tell:
+        found = together(group, lambda: all_stats(path, mine, table, tell), f"reading {path}")
+    told = group.collect([asdict(one) for one in found])
+    return [told[number % group.size][number // group.size] for number in range(len(slots))]
 
 
-def _show(report: dict[str, Any]) -> None:
+def _shown(report: dict[str, Any]) -> str:
     from rich.console import Console
     from rich.markup import escape
 
     rows = report["tensors"]
     total = sum(row["bytes"] for row in rows)
-    console = Console(width=WIDE)  # names are for copying: none is ever cut short
-    print(f"{report['file']}: step {report['step']}, {len(rows)} tensors, {_bytes(total)}")
-    for key, value in report["attributes"].items():
-        console.print(f"  {escape(key)}: {escape(_short(json.dumps(value)))}", highlight=False)
-    if rows:
-        console.print(_table(rows))
+    # Names are for copying: none is ever cut short. No colors: to ranks of mpirun any file looks like a terminal.
+    console = Console(width=WIDE, color_system=None)
+    with console.capture() as told:
+        for key, value in report["attributes"].items():
+            console.print(f"  {escape(key)}: {escape(_short(json.dumps(value)))}", highlight=False)
+        if rows:
+            console.print(_table(rows))
+    return f"{report['file']}: step {report['step']}, {len(rows)} tensors, {_bytes(total)}\n{told.get()}".rstrip("\n")
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

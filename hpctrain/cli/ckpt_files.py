@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ def verify(file: File, as_json: AsJson = False) -> None:
         with bar("verify", group.leads, group.size) as tell:
             damages = run(path, index, group, tell)
         report = {"file": str(path), "step": index.step, "whole": not damages, "damages": [asdict(d) for d in damages]}
-        _say(group, report, as_json, lambda: _verified(report, len(index.slots), index))
+        say(group, report, as_json, lambda: _verified(report, len(index.slots), index))
     raise typer.Exit(EXIT_FAILED if damages else 0)
 
 
@@ -50,7 +50,7 @@ def diff(
             found = run(*sides, group, tensor, tell)
         steps = {"one": _side(sides[0]), "other": _side(sides[1])}
         report = steps | {"equal": not found, "differences": [asdict(difference) for difference in found]}
-        _say(group, report, as_json, lambda: _differing(report))
+        say(group, report, as_json, lambda: _differing(report))
     raise typer.Exit(EXIT_FAILED if found else 0)
 
 
@@ -88,7 +88,7 @@ def convert(
             made = asdict(run(path, index, out, group, change, tell))
         lost = f"\n{made['overflowed']} numbers were too large for {dtype} and are infinite" * bool(made["overflowed"])
         told = f"made {out}: step {made['step']}, {made['tensors']} tensors, {made['bytes']:,} bytes{lost}"
-        _say(group, made, as_json, lambda: told)
+        say(group, made, as_json, lambda: told)
 
 
 def _renames(words: Sequence[str]) -> dict[str, str]:
@@ -126,7 +126,7 @@ def file_of(file: Path, group: Group) -> tuple[Path, Index]:
     return Path(told["path"]), Index.from_json(told["index"])
 
 
-def _say(group: Group, report: dict[str, Any], as_json: bool, text: Any) -> None:
+def say(group: Group, report: dict[str, Any], as_json: bool, text: Callable[[], str]) -> None:
     """Print it once; no rank goes on, and perhaps ends the job with a status, before that."""
     if group.leads:
         print(json.dumps(report, indent=2) if as_json else text(), flush=True)

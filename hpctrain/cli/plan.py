@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,6 +29,8 @@ def plan(
     nodes: Nodes = None,
     gpus: Gpus = None,
     vocabulary: Vocabulary = None,
+    show_placement: Annotated[bool, typer.Option(help="Say which rank is where, and what crosses nodes.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw the placement: FILE.svg.", metavar="FILE")] = None,
     set: Overrides = None,  # noqa: A002 - the option's name
     as_json: AsJson = False,
 ) -> None:
@@ -41,7 +44,18 @@ def plan(
     there = named(machine or chosen.job.machine)
     topology = ask(there, chosen.job, nodes, gpus, ranks)
     found = fit(decide(chosen, topology, vocabulary or tokens(chosen)), chosen, there)
-    print(json.dumps(found.to_json(), indent=2) if as_json else found.show())
+    if svg:
+        from hpctrain.plan.placement_picture import save
+
+        save(svg, topology, found.placement, f"{chosen.run.name}: {found.mesh} on {topology.describe()}")
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+        return
+    print(found.show())
+    if show_placement:
+        from hpctrain.plan.placement_text import text
+
+        print(text(topology, found.placement))
 
 
 def tokens(config: Config) -> int:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hpctrain
-from hpctrain.cluster.devices import usable_cores, visible_devices
+from hpctrain.cluster.cores import usable_cores
+from hpctrain.cluster.devices import visible_devices
 from hpctrain.cluster.probe import memory_limit
 from hpctrain.errors import EXIT_FAILED
 
@@ -182,7 +183,7 @@ def _copied(host: torch.Tensor, device: torch.device) -> float:
     import torch
 
     there = torch.zeros_like(host, device=device)
-    return host.nbytes / _best(lambda: there.copy_(host, non_blocking=True), torch.get_device_module(device))
+    return host.nbytes / _best(lambda: there.copy_(host, non_blocking=True), device)
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -191,20 +192,22 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
     side = PRODUCT_SIDE.get(device.type, PRODUCT_SIDE_OF_DEVICE)
     a, b = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    seconds = _best(lambda: torch.mm(a, b, out=out), torch.get_device_module(device), PRODUCT_SECONDS)
+    seconds = _best(lambda: torch.mm(a, b, out=out), device, PRODUCT_SECONDS)
     if out[0, 0].item() != side:  # a sum of so many ones, exact in every format here
         raise ArithmeticError(f"{device} made {out[0, 0].item()} of a product whose elements are {side}")
     return 2 * side**3 / seconds
 
 
-def _best(work: Callable[[], object], layer: Any, seconds: float = 0.0) -> float:
+def _best(work: Callable[[], object], device: torch.device, seconds: float = 0.0) -> float:
     """The shortest time of a work on a device, in at least TRIES tries and about ``seconds``."""
-    taken, until = [], time.perf_counter() + seconds
-    layer.synchronize()
+    import torch
+
+    layer, taken, until = torch.get_device_module(device), [], time.perf_counter() + seconds
+    layer.synchronize(device)
     while len(taken) < TRIES or time.perf_counter() < until:
         began = time.perf_counter()
         work()
-        layer.synchronize()
+        layer.synchronize(device)
         taken.append(time.perf_counter() - began)
     return min(taken)
 

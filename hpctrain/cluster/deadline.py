@@ -8,6 +8,7 @@ its clock, and asks the queue now and then, since the limit may be moved while t
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections import deque
@@ -15,13 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hpctrain.cluster import slurm
-from hpctrain.cluster.queue import find_queue
+from hpctrain.cluster.slurm_commands import CommandQueue
 from hpctrain.config import RunConfig
-from hpctrain.errors import LaunchError
 
 CAUTIOUS_BYTES_PER_SECOND = 200e6  # that a node writes, before a save was measured; a tenth of what is usual
 STEPS, SAVES = 20, 4  # how many of the last ones are looked at
-EMPTY = ("auto", "none")
+WARNED_AT = 2  # failures of the queue: the first may be that a signal meant for this job has met the question
+WORDS = ("auto", "none")
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def told(seconds: float) -> str:
 
 def after(text: str) -> float | None:
     """The seconds of ``run.deadline``, such as ``1:30:00`` or ``2-12:00:00``; None where it has a word."""
-    if text in EMPTY:
+    if text in WORDS:
         return None
     days, _, clock = text.rpartition("-")
     hours, minutes, seconds = map(int, clock.split(":"))
@@ -117,7 +118,7 @@ class Deadline:
         self._known, self._ask, self._every, self._latest = known, ask, every_seconds, latest
         self._asked_at = float("-inf")
         self._thread: threading.Thread | None = None
-        self._warned = False
+        self._failed = 0
 
     def ends_at(self) -> float | None:
         """The earlier of the end last heard of and the one that was given; asks again, for later, where that is due."""
@@ -132,24 +133,26 @@ class Deadline:
         try:
             heard = self._ask()
         except Exception as error:  # whatever a site's tools do: the run goes on
-            if not self._warned:
-                line = " ".join(str(error).split())
+            self._failed += 1
+            if self._failed == WARNED_AT:
+                line = "; ".join(part.strip() for part in str(error).splitlines())
                 log.warning("the queue does not say when this job ends, and the run goes on: %s", line)
-            self._warned = True
         else:
             self._known = self._known if heard is None else heard
 
 
 def _queue(job: slurm.Job | None) -> Ask | None:
-    """What asks the queue when this job ends; None outside Slurm, and where its commands are not there."""
+    """What asks the queue when this job ends; None outside Slurm, and where its commands are not there.
+
+    Commands, and no library: a call of one may hold the interpreter, and so the run, while the controller is slow.
+    """
     if job is None:
         return None
-    try:
-        queue = find_queue(lambda advice: None)
-    except LaunchError as error:  # as in many containers
+    if shutil.which("squeue") is None:  # as in many containers
         if job.ends_at is None:
-            log.warning("when this job ends is not known, so give run.deadline: %s", error.what)
+            log.warning("when this job ends is not known: no squeue is on PATH; run.deadline can tell it")
         return None
+    queue = CommandQueue(lambda advice: None)
 
     def ask() -> float | None:
         found = queue.job(job.id)

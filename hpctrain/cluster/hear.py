@@ -42,7 +42,7 @@ def hear(command: Sequence[str], env: Mapping[str, str], part: Callable[[list[Li
         )  # fmt: skip
         threading.Thread(target=_read, args=(process.stdout, arrived), daemon=True).start()
         late = _listen(lines, arrived, part, limit)
-        _end(process)
+        _end(process, late)
         errors.seek(0)
         return Heard(lines, errors.read(), late)
 
@@ -81,9 +81,9 @@ def _parsed(text: str) -> Line | None:
     return line if isinstance(line, dict) and {"node", "check"} <= line.keys() else None
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """A command that has told all gets a moment to end by itself; srun passes TERM on to its tasks."""
-    for end in (lambda: None, process.terminate, process.kill):
+def _end(process: subprocess.Popen[str], late: bool) -> None:
+    """End a command that is late; one whose tasks told all gets a moment to end by itself. srun passes TERM on."""
+    for end in (process.terminate, process.kill) if late else (lambda: None, process.terminate, process.kill):
         end()
         try:
             process.wait(END_SECONDS)

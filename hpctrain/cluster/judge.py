@@ -184,22 +184,46 @@ def blamed(pairs: Sequence[Pair], limit: float) -> tuple[list[Finding], list[str
     The node with the largest part of slow pairs is taken out with all its pairs, as long as that part is more than a
     half: so a node is not blamed for the slow one that it met.
     """
-    shares = _shares(pairs)
-    found: list[Finding] = []
-    while worst := _worst(shares, limit):
-        own = {pair: share for pair, share in shares.items() if worst in (pair.one, pair.other)}
-        shares = {pair: share for pair, share in shares.items() if pair not in own}
-        hung = [pair for pair in own if not pair.bytes_per_second]
-        if hung:
-            other = hung[0].other if hung[0].one == worst else hung[0].one
-            found.append(Finding(worst, f"exchanged nothing with {other}", broken=True))
-        else:
-            share = median(own.values())
-            says = f"exchanges with other nodes at {share:.0%} of the usual speed ({len(own)} pairs)"
-            found.append(Finding(worst, says, share=share))
-    slow = {frozenset((pair.one, pair.other)): (pair, share) for pair, share in shares.items() if share < limit}
-    said = [f"{p.one} and {p.other} exchange at {share:.0%} of the usual speed" for p, share in slow.values()]
-    return found, said
+    met: dict[str, dict[Pair, float]] = {}
+    for pair, share in _shares(pairs).items():
+        for node in (pair.one, pair.other):
+            met.setdefault(node, {})[pair] = share
+    parts = {node: _slow_part(own, limit) for node, own in met.items()}
+    found = []
+    while (worst := _worst(parts, met)) and parts[worst] > 0.5:
+        found.append(_guilty(worst, met[worst]))
+        for pair in tuple(met[worst]):
+            for node in (pair.one, pair.other):
+                del met[node][pair]
+                parts[node] = _slow_part(met[node], limit)
+    best: dict[frozenset[str], float] = {}  # of two that met twice
+    for pair, share in ((pair, share) for own in met.values() for pair, share in own.items()):
+        both = frozenset((pair.one, pair.other))
+        best[both] = max(share, best.get(both, 0.0))
+    slow = [(" and ".join(sorted(both)), share) for both, share in best.items() if share < limit]
+    return found, [f"{names} exchange at {share:.0%} of the usual speed" for names, share in slow]
+
+
+def _slow_part(own: Mapping[Pair, float], limit: float) -> float:
+    return sum(share < limit for share in own.values()) / len(own) if own else 0.0
+
+
+def _worst(parts: Mapping[str, float], met: Mapping[str, Mapping[Pair, float]]) -> str | None:
+    """The node with the largest part of slow pairs; of equal ones the slowest, or the last."""
+    most = max(parts.values(), default=0.0)
+    equal = [node for node, part in parts.items() if part == most and met[node]]
+    return min(reversed(equal), key=lambda node: median(met[node].values()), default=None)
+
+
+def _guilty(node: str, own: Mapping[Pair, float]) -> Finding:
+    """What is said of a node that is slow with those it met, or hung with one."""
+    hung = next((pair for pair in own if not pair.bytes_per_second), None)
+    if hung:
+        other = hung.other if hung.one == node else hung.one
+        return Finding(node, f"exchanged nothing with {other}", broken=True)
+    share = median(own.values())
+    says = f"exchanges with other nodes at {share:.0%} of the usual speed ({number(len(own), 'pair')})"
+    return Finding(node, says, share=share)
 
 
 def _shares(pairs: Sequence[Pair]) -> dict[Pair, float]:
@@ -217,17 +241,6 @@ def _shares(pairs: Sequence[Pair]) -> dict[Pair, float]:
 
 def _upper(rates: Sequence[float]) -> float:
     return sorted(rates, reverse=True)[len(rates) // 8]
-
-
-def _worst(shares: Mapping[Pair, float], limit: float) -> str | None:
-    """The node with the largest part of slow pairs, if that is more than a half; of equal ones the slowest, or last."""
-    met: dict[str, list[float]] = {}
-    for pair, share in shares.items():
-        for node in (pair.one, pair.other):
-            met.setdefault(node, []).append(share)
-    slow = {node: sum(share < limit for share in own) / len(own) for node, own in met.items()}
-    worst = max(reversed(slow), key=lambda node: (slow[node], -median(met[node])), default=None)
-    return worst if worst is not None and slow[worst] > 0.5 else None
 
 
 def choose(names: Sequence[str], found: Sequence[Finding], wanted: int) -> Choice:

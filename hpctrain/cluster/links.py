@@ -59,21 +59,36 @@ def _at_distance(nodes: int, distance: int, start: int) -> Round:
     return tuple((walk[i], walk[i + 1]) for walk in (*walks, left) for i in range(0, len(walk) - 1, 2))
 
 
-def measure(world: World, place: dict[str, Any] | None = None) -> Iterator[Pair]:
+@dataclass
+class Place:
+    """Where a rank is in the rounds; it changes. ``partner`` is the node that it exchanges with at this moment."""
+
+    round: int = -1
+    partner: str | None = None
+
+
+def measure(world: World, place: Place | None = None) -> Iterator[Pair]:
     """How fast each pair of each round exchanged, on all ranks alike. Collective.
 
-    Ranks meet those with the same place on the other node. ``place`` is told which round this rank is in, and whom
-    it meets.
+    Ranks meet those with the same place on the other node. ``place`` follows this rank, for whoever watches it.
     """
-    nodes = world.topology.nodes
+    place, nodes = place or Place(), world.topology.nodes
     for number, pairs in enumerate(rounds(len(nodes))):
-        partner = _partner(world, pairs)
-        if place is not None:
-            place.update(round=number, partner=None if partner is None else world.topology.hosts[partner])
-        rates = world.collect(None if partner is None else _exchange(world.comm, partner))
+        place.round = number
+        rates = world.collect(_met(world, _partner(world, pairs), place))
         for one, other in pairs:
             found = [rates[rank] for rank in world.topology.ranks_of(one) if rates[rank] is not None]
             yield Pair(number, nodes[one], nodes[other], min(found))
+
+
+def _met(world: World, partner: int | None, place: Place) -> float | None:
+    """Bytes/s with a partner, and None without one."""
+    if partner is None:
+        return None
+    place.partner = world.topology.hosts[partner]
+    found = _exchange(world.comm, partner)
+    place.partner = None  # what comes next waits for all, and says nothing of this partner
+    return found
 
 
 def _partner(world: World, pairs: Round) -> int | None:
@@ -125,9 +140,9 @@ def _ping(world: World, rank: int) -> tuple[float, float]:
 
 def main(seconds: float) -> None:
     """Meet the other ranks and tell what was measured, a line a pair; a rank that hangs or is refused tells that."""
-    place: dict[str, Any] = {"round": -1, "partner": None}
+    place = Place()
     names: dict[str, str] = {}
-    timer = end_after(seconds, lambda: tell("hangs", round=place["round"], partner=names.get(place["partner"])))
+    timer = end_after(seconds, lambda: tell("hangs", round=place.round, partner=names.get(place.partner)))
     tell("here")
     try:
         with World.join(

@@ -22,7 +22,7 @@ from typing import Any
 
 from hpctrain.cluster import judge, slurm
 from hpctrain.cluster.checks import CHECKS, Asked
-from hpctrain.cluster.hear import Heard, hear
+from hpctrain.cluster.hear import Heard, Line, hear
 from hpctrain.cluster.judge import Answer, Choice, Finding, Limits
 from hpctrain.cluster.launcher import launch
 from hpctrain.cluster.links import Pair
@@ -39,6 +39,11 @@ OPTIONS_OF_JOB = (
     "SRUN_CPUS_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND",
     "SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_DISTRIBUTION", "SLURM_HOSTFILE",
 )  # fmt: skip
+
+
+# How srun speaks of a node that it cannot reach or has lost, and of a task that ended by itself.
+REACHED_NOT = ("failed on node", "Node failure on")
+FAILED = ("Exited with exit code",)
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,9 @@ class Outcome:
         """A table of the figures, then a sentence for each finding, then what was chosen."""
         chosen = self.choice.nodes if self.choice else ()
         said = [*(self.choice.sentences if self.choice else ()), *self.notes]
-        bad = {one.node for one in self.findings}
-        words = {name: "trains" if name in chosen else "left out" if name in bad else "spare" for name in self.names}
+        words = {name: "trains" if name in chosen else "spare" if chosen else "good" for name in self.names}
+        words |= {one.node: "slow" for one in self.findings if one.node not in chosen}
+        words |= {one.node: "broken" for one in self.findings if one.broken}
         table = judge.table(self.answers, self.pairs, self.findings, words)
         return "\n".join([table, *said, *([self._summary(chosen)] if chosen else [])])
 
@@ -160,30 +166,31 @@ def members(environ: Mapping[str, str]) -> tuple[tuple[str, ...], frozenset[str]
 def ask(names: Sequence[str], asked: Asked, limit: float, start: Start) -> list[Answer]:
     """What each node found of itself, in the order of ``names``.
 
-    Where one node cannot be reached, srun ends the tasks of all: then those that had begun are asked again.
+    Where one node cannot be reached, srun ends the tasks of all, some before they could say a word: then all that are
+    not known to be the reason are asked again.
     """
-    lines: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    lines: dict[str, list[Line]] = {name: [] for name in names}
     left, said = list(names), ""
     for _ in range(ATTEMPTS):
         command = start.alone(left, "hpctrain.cluster.checks", asked.to_text())
         heard = hear(command, start.environment("srun"), _all_done(len(left)), limit)
         said += heard.errors
         for name in left:
-            lines[name] = [line for line in heard.lines if line.get("node") == name]
-        cut = [name for name in left if lines[name] and not _ended(lines[name])]
-        if heard.late or not cut:
+            lines[name] = [line for line in heard.lines if line["node"] == name]
+        reasons = {name for name in left if not lines[name] and _about(name, heard.errors, REACHED_NOT + FAILED)}
+        left = [name for name in left if not _ended(lines[name]) and name not in reasons]
+        if heard.late or not left:
             break
-        left = cut
     return [answer_of(name, lines[name], said) for name in names]
 
 
-def answer_of(name: str, lines: Sequence[Mapping[str, Any]], said: str) -> Answer:
+def answer_of(name: str, lines: Sequence[Line], said: str) -> Answer:
     """A node's answer from its lines; ``said`` is the error stream of all, which may tell why it has none."""
     found = {line["check"]: {k: v for k, v in line.items() if k not in ("node", "check")} for line in lines}
     errors = {check: value["error"] for check, value in found.items() if "error" in value}
     if not _ended(lines):
         missing = next((check for check in CHECKS if check not in found), "shared")
-        reason = [line for line in said.splitlines() if name in line.replace(":", " ").split()]
+        reason = _about(name, said)
         why = f"did not answer{f' ({reason[0]})' if reason else ''}"
         errors["here"] = f"stopped answering while {judge.DOING[missing]}" if found else why
     return Answer(name, {check: value for check, value in found.items() if "error" not in value}, errors)
@@ -217,6 +224,9 @@ def linked(answers: Sequence[Answer], heard: Heard) -> Linked:
         return Linked(timed, tuple(Pair(p["round"], p["one"], p["other"], p["bytes_per_second"]) for p in pairs))
     gone, pairs = _stuck([line for line in heard.lines if line["check"] == "hangs" and line["partner"]])
     came = {line["node"] for line in heard.lines}
+    for answer in answers:
+        if answer.node not in came and (said := _about(answer.node, heard.errors, REACHED_NOT)):
+            gone[answer.node] = f"did not come to meet the others through MPI ({said[0]})"
     if heard.late and came:  # a step that ends early ends ranks that were still on their way
         gone |= {a.node: "did not come to meet the others through MPI" for a in answers if a.node not in came}
     changed = {a.node: replace(a, errors={"here": gone[a.node]}) for a in answers if a.node in gone}
@@ -231,7 +241,7 @@ def _reason(heard: Heard) -> str:
     return (told or own or said or ["the ranks did not end in time"])[0]
 
 
-def _stuck(hung: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], tuple[Pair, ...]]:
+def _stuck(hung: Sequence[Line]) -> tuple[dict[str, str], tuple[Pair, ...]]:
     """Of nodes that hang with each other: those that went away, and the pairs that both wait."""
     first = [line for line in hung if line["round"] == min(other["round"] for other in hung)]
     waits = {line["node"]: line["partner"] for line in first}
@@ -295,13 +305,19 @@ def _layout(names: Sequence[str], each: int) -> list[str]:
             f"--nodelist={','.join(names)}"]  # fmt: skip
 
 
-def _all_done(count: int) -> Callable[[Sequence[Mapping[str, Any]]], float]:
+def _all_done(count: int) -> Callable[[Sequence[Line]], float]:
     return lambda lines: sum(line["check"] == "done" for line in lines) / count
 
 
-def _told(lines: Sequence[Mapping[str, Any]]) -> float:
+def _about(name: str, said: str, phrases: tuple[str, ...] = ("",)) -> list[str]:
+    """The lines of an error stream that name a node, and have one of these phrases."""
+    own = [line for line in said.splitlines() if name in line.replace(":", " ").split()]
+    return [line for line in own if any(phrase in line for phrase in phrases)]
+
+
+def _told(lines: Sequence[Line]) -> float:
     return float(_ended(lines))
 
 
-def _ended(lines: Sequence[Mapping[str, Any]]) -> bool:
+def _ended(lines: Sequence[Line]) -> bool:
     return any(line["check"] == "done" for line in lines)

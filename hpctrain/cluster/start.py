@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from hpctrain.cluster import leftovers
 from hpctrain.cluster.launcher import Launch
 from hpctrain.errors import LateError, LaunchError
 
@@ -26,6 +27,8 @@ def start_mpi(launch: Launch, seconds: float) -> Any | None:
     Call it before importing torch (Cray MPICH places a rank by the cores it may use, which torch changes).
     """
     prepare(os.environ, launch, os.cpu_count() or 1)
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        leftovers.clear()
     with _Sign(launch) as sign, _Limit(seconds, lambda: _late(launch, seconds, sign)):
         try:
             return _init()

@@ -18,12 +18,12 @@ from types import FrameType
 from typing import Any, Protocol
 
 from hpctrain.cluster.deadline import Deadline, Pace, pressing
+from hpctrain.cluster.jobs import NO_REQUEUE
 from hpctrain.config import RunConfig
 from hpctrain.errors import EXIT_REQUEUE, ConfigError
 
 SIGNALS = ("TERM", "USR1", "USR2")
 STOP_FILE = "stop"
-NO_REQUEUE = "no-requeue"  # what the batch script looks for before it hands the job in again
 
 
 class Ranks(Protocol):

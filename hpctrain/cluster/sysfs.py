@@ -6,6 +6,7 @@ Nothing here asks a vendor's library. A machine that tells nothing, such as a vi
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,13 @@ def nearest_nics(device: Path, sys: Path = SYS) -> tuple[str, ...]:
         return tuple(sorted(name for name, way in ways.items() if way == best))
     numa = _read(device / "numa_node")
     return tuple(sorted(name for name, path in found.items() if numa.isdigit() and _read(path / "numa_node") == numa))
+
+
+def numa_domain(cores: Collection[int], sys: Path = SYS) -> int | None:
+    """The NUMA domain that has all these cores; None where they are in several, or Linux does not tell."""
+    listed = {path: parse(_read(path / "cpulist")) for path in (sys / "devices/system/node").glob("node[0-9]*")}
+    found = [int(path.name[4:]) for path, numbers in listed.items() if cores and set(cores) <= numbers]
+    return found[0] if len(found) == 1 else None
 
 
 def spans(numbers: frozenset[int]) -> str:

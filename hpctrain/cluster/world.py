@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpctrain.cluster import advice, door, launcher, slurm
+from hpctrain.cluster import advice, door, launcher, slurm, switches
 from hpctrain.cluster.abort import GUARD
 from hpctrain.cluster.address import own_names, resolve
 from hpctrain.cluster.advice import Advice
@@ -26,6 +26,7 @@ from hpctrain.cluster.cores import usable_cores
 from hpctrain.cluster.fact import Fact
 from hpctrain.cluster.launcher import Launch
 from hpctrain.cluster.start import start_mpi
+from hpctrain.cluster.sysfs import numa_domain
 from hpctrain.cluster.wait import wait
 from hpctrain.config import CommConfig
 from hpctrain.errors import EXIT_REQUEUE
@@ -44,6 +45,11 @@ class Card:
     host: str
     node: int
     cores: int
+    numa: int | None
+    """The NUMA domain of all its cores, where it is one."""
+    switches: switches.Places
+    """Above its node, as Slurm told it."""
+    cabinet: str | None
     master_addr: str | None
     master_port: str | None
 
@@ -58,7 +64,9 @@ class World:
         self._seconds = config.timeout_seconds
         self._guarded = False
         self.rank, self.size = (comm.rank, comm.size) if comm else (0, 1)
-        self.topology = Topology(_names(cards))
+        hosts = _names(cards)
+        above = self.share(switches.asked(cards, os.environ) if self.leads else None) or {}
+        self.topology = Topology(hosts, tuple(switches.around(hosts, cards, above)))
         self.host = self.topology.hosts[self.rank]
         self.node = self.topology.node_of(self.rank)
         self.local_rank = self.topology.local_rank(self.rank)
@@ -192,8 +200,9 @@ def _communicators() -> tuple[MPI.Comm, MPI.Comm]:
 def _card(comm: MPI.Comm | None, host: str | None) -> Card:
     node = _node(comm, host)
     address, port = (os.environ.get(name) or None for name in ("MASTER_ADDR", "MASTER_PORT"))
-    cores = sum(1 << core for core in usable_cores())
-    return Card(host or socket.gethostname(), node, cores, address, port)
+    cores, name = usable_cores(), host or socket.gethostname()
+    bits, above = sum(1 << core for core in cores), switches.address(os.environ, name)
+    return Card(name, node, bits, numa_domain(cores), above, switches.cabinet(name), address, port)
 
 
 def _node(comm: MPI.Comm | None, host: str | None) -> int:

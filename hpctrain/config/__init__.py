@@ -6,6 +6,7 @@ told as a ``ConfigError`` that names the key, its value and the mend. Nothing he
 
 from hpctrain.config.job import JobConfig
 from hpctrain.config.knobs import defaults, fields, is_section, knobs
+from hpctrain.config.model import ModelConfig
 from hpctrain.config.read import load, parse
 from hpctrain.config.section import Auto, Section
 from hpctrain.config.sections import (
@@ -14,7 +15,6 @@ from hpctrain.config.sections import (
     Config,
     DataConfig,
     LogConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,

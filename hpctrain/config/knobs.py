@@ -9,7 +9,8 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hpctrain.config.sections import Config, Section
+from hpctrain.config.section import Section
+from hpctrain.config.sections import Config
 
 
 def knobs(model: type[Section] = Config) -> dict[str, str]:

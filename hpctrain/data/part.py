@@ -11,17 +11,21 @@ import numpy as np
 
 from hpctrain.data.tokenizer import Tokenizer
 from hpctrain.data.tokens import dtype_for, fill_index, lay_index, sync
+from hpctrain.errors import DataError
 
 LAID_OUT = (".bin.tmp", ".idx.tmp", ".json.tmp", ".tokenizer.json.tmp")
 
 
 class Part:
-    """Live: it holds the name of this rank's file, and the size of each document written there."""
+    """Live: it holds the name of this rank's file, and the size of each document written there.
 
-    def __init__(self, out: str, rank: int, tokenizer: Tokenizer) -> None:
-        self.out, self.tokenizer = out, tokenizer
+    ``own`` is what the names of all files aside begin with: the same on all ranks, and no other job's.
+    """
+
+    def __init__(self, own: str, rank: int, tokenizer: Tokenizer) -> None:
+        self.own, self.tokenizer = own, tokenizer
         self.dtype = dtype_for(tokenizer.vocabulary)
-        self.path = Path(f"{out}.part{rank}.tmp")
+        self.path = Path(f"{own}.part{rank}.tmp")
         self._sizes = [np.zeros(0, np.int64)]
 
     @contextmanager
@@ -31,7 +35,7 @@ class Part:
             yield
         except BaseException:
             for suffix in LAID_OUT:
-                Path(self.out + suffix).unlink(missing_ok=True)
+                Path(self.own + suffix).unlink(missing_ok=True)
             raise
         finally:
             self.path.unlink(missing_ok=True)
@@ -53,17 +57,26 @@ class Part:
 
     def lay_out(self, documents: int, tokens: int) -> None:
         """Make both files of the pair in their full length, for all ranks to fill. One rank calls it."""
-        lay_index(self.out + ".idx.tmp", self.dtype, documents)
-        with open(self.out + ".bin.tmp", "wb") as whole:
+        lay_index(self.own + ".idx.tmp", self.dtype, documents)
+        with open(self.own + ".bin.tmp", "wb") as whole:
             whole.truncate(tokens * self.dtype.itemsize)
 
     def place(self, documents_before: int, tokens_before: int) -> None:
-        """Copy this part to its place in the files laid out, behind those of the ranks before."""
+        """Move this part to its place in the files laid out, behind those of the ranks before."""
         sizes = self.sizes
-        fill_index(self.out + ".idx.tmp", sizes, documents_before, tokens_before)
+        fill_index(self.own + ".idx.tmp", sizes, documents_before, tokens_before)
         if not len(sizes):
             return
-        with open(self.path, "rb") as part, open(self.out + ".bin.tmp", "r+b") as whole:
+        self._check(int(sizes.sum()) * self.dtype.itemsize)
+        with open(self.path, "rb") as part, open(self.own + ".bin.tmp", "r+b") as whole:
             whole.seek(tokens_before * self.dtype.itemsize)
             shutil.copyfileobj(part, whole, 16 << 20)
             sync(whole)
+        self.path.unlink()
+
+    def _check(self, nbytes: int) -> None:
+        """Refuse a file that is not what was written, since somebody else has touched it."""
+        found = self.path.stat().st_size
+        if found != nbytes:
+            what = f"{self.path} has {found} bytes and not the {nbytes} that were written"
+            raise DataError(what, "nobody else may write or remove it meanwhile", "look who did, and start again")

@@ -2,7 +2,8 @@
 
 The bytes of all files are one row (``text``); each rank takes an equal range of it, writes the tokens of its documents
 aside (``part``), and puts them in their place when all ranks know how much the ranks before them have. So the pair is
-the same whatever the number of ranks. It gets its name last, from files written and synced beside it.
+the same whatever the number of ranks. It gets its name last, from files written and synced beside it, under names that
+no other job has: several may prepare the same text in the same place at once, and none waits for another.
 
 Ranks work in rounds. After each they tell each other how far they are and whether one of them failed: an error of one
 rank is raised on all of them, within a round.
@@ -10,9 +11,12 @@ rank is raised on all of them, within a round.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from hpctrain.cluster import aside
 from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.config import DataConfig, SourceConfig
 from hpctrain.data import tokenizer as tokenizers
@@ -28,13 +33,15 @@ from hpctrain.data.progress import Tell, shown
 from hpctrain.data.text import File, documents, find
 from hpctrain.data.together import each, led
 from hpctrain.data.tokenizer import Tokenizer
-from hpctrain.data.tokens import Description, describe, publish
+from hpctrain.data.tokens import Description, publish
 from hpctrain.errors import ConfigError, DataError
 
 ROUND_BYTES = 16 << 20  # of text, on each rank: a few seconds from one round to the next
 BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at once
 TRAINING_BYTES = 4096  # of text that a tokenizer is trained on, for each token that it is to have
 TRAINING_PLACES = 64  # where that text is taken from, spread evenly over the row
+
+FILES = r"(?:bin|idx|json|tokenizer\.json|part\d+)\.tmp"
 
 
 @dataclass(frozen=True)
@@ -65,14 +72,15 @@ def prepare(
     by an error of all; then nothing is left. Raises DataError and ConfigError, on all ranks alike.
     """
     group = group or SoloGroup()
-    led(group, lambda: _clear(Path(out)))
+    own = led(group, lambda: _own(Path(out)))
     files = [File(*file) for file in led(group, lambda: _files(request))]
+    asked = led(group, lambda: _fingerprint(request, files))  # before they are read: they may change meanwhile
     tokenizer = Tokenizer(*led(group, lambda: _tokenizer(request, files)))
-    part = Part(str(out), group.rank, tokenizer)
+    part = Part(own, group.rank, tokenizer)
     with part.aside():
         counts = _fill(part, request, files, group, tell, heed)
         _join(part, group)
-        return Description(**led(group, lambda: _publish(part, request, files, counts)))
+        return Description(**led(group, lambda: _publish(part, str(out), asked, files, counts)))
 
 
 def prepare_shown(
@@ -95,18 +103,27 @@ def ready(
     """The sources of a run: those that it names, else its text, prepared in ``folder`` unless that was done before.
 
     Collective. The leading rank shows its progress on ``stream`` (the error stream when not given); ``heed`` as in
-    ``prepare``. Text that is not
-    UTF-8 is left out and counted: the tests of the standard library hold some.
+    ``prepare``. Text that is not UTF-8 is left out and counted: the tests of the standard library hold some. Jobs that
+    call it at once each prepare the text, and all take the tokens of the one that is done first.
     """
     if data.sources:
         return data.sources
     if not data.text:
         raise ConfigError("data.sources and data.text are empty", "there is nothing to train on", "name one of them")
     request = Request(data.text, data.tokenizer, data.pattern, on_error="skip")
-    out = str(folder / "text")
-    if not led(group, lambda: _stands(request, out)):
-        prepare_shown(request, out, group, stream or sys.stderr, heed)
-    return (SourceConfig(path=out),)
+    found = led(group, lambda: _standing(request, folder))
+    return (SourceConfig(path=found or _made(request, folder, group, stream or sys.stderr, heed)),)
+
+
+def _made(request: Request, folder: Path, group: Group, stream: TextIO, heed: Callable[[], None]) -> str:
+    """The prefix of a run's tokens, prepared in a folder of their own that gets its name when they are whole."""
+    own = Path(led(group, lambda: str(folder / f".tokens.{aside.tag()}.tmp")))
+    try:
+        made = prepare_shown(request, own / "text", group, stream, heed)
+        return led(group, lambda: _settle(own, _place(folder, made.request)))
+    finally:
+        if group.leads:
+            shutil.rmtree(own, ignore_errors=True)
 
 
 # ---- what each rank does -------------------------------------------------------------------------------------------
@@ -184,11 +201,18 @@ def _join(part: Part, group: Group) -> None:
 # ---- what the leading rank does --------------------------------------------------------------------------------------
 
 
-def _clear(out: Path) -> None:
-    """Make the folder, and remove what a killed run left there."""
+def _own(out: Path) -> str:
+    """Make the folder, remove what killed runs left there, and give what this one's files aside are called."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(f"{out.name}.*.tmp"):
-        left.unlink()
+    for left in _left(out.parent, rf"{re.escape(out.name)}\.{aside.TAG}\.{FILES}"):
+        left.unlink(missing_ok=True)
+    return f"{out}.{aside.tag()}"
+
+
+def _left(folder: Path, named: str) -> list[Path]:
+    """What is called so in a folder and belongs to dead processes."""
+    found = [(path, re.fullmatch(named, path.name)) for path in folder.iterdir()]
+    return [path for path, name in found if name and aside.dead(path, name["host"], int(name["pid"]))]
 
 
 def _files(request: Request) -> list[list[Any]]:
@@ -227,27 +251,54 @@ def _lay_out(part: Part, documents: int, tokens: int) -> None:
     part.lay_out(documents, tokens)
 
 
-def _publish(part: Part, request: Request, files: Sequence[File], counts: Counter[str]) -> dict[str, Any]:
+def _publish(part: Part, out: str, asked: str, files: Sequence[File], counts: Counter[str]) -> dict[str, Any]:
     tokenizer = part.tokenizer
     made = Description(
         tokenizer.vocabulary, tokenizer.eod, tokenizer.identity, len(files), _length(files),
-        *(counts[name] for name in ("documents", "tokens", "empty", "skipped")), _fingerprint(request, files),
+        *(counts[name] for name in ("documents", "tokens", "empty", "skipped")), asked,
     )  # fmt: skip
     beside = {".json": made.text(), ".tokenizer.json": tokenizer.json}
     for suffix, text in beside.items():
         if text is None:
-            Path(part.out + suffix).unlink(missing_ok=True)
+            Path(out + suffix).unlink(missing_ok=True)
         else:
-            Path(part.out + suffix + ".tmp").write_text(text, encoding="utf-8")
-    publish(part.out, ".bin", *(suffix for suffix, text in beside.items() if text is not None))
+            Path(part.own + suffix + ".tmp").write_text(text, encoding="utf-8")
+    publish(part.own, out, ".bin", *(suffix for suffix, text in beside.items() if text is not None))
     return asdict(made)
 
 
-def _stands(request: Request, out: str) -> bool:
-    """Whether the pair was made before, from the same files in the same way."""
-    found = describe(out)
-    asked = _fingerprint(request, find(request.sources, request.pattern))
-    return found is not None and found.request == asked and Path(out + ".idx").exists()
+def _standing(request: Request, folder: Path) -> str | None:
+    """The prefix of the tokens that were made before, of the same files in the same way; what the dead left goes."""
+    if folder.is_dir():
+        for left in _left(folder, rf"\.tokens\.{aside.TAG}\.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+    place = _place(folder, _fingerprint(request, find(request.sources, request.pattern)))
+    return _whole(place) if place.exists() else None
+
+
+def _place(folder: Path, asked: str) -> Path:
+    """The folder of the tokens that were asked for so; once it has this name, nothing in it changes."""
+    return folder / f"tokens-{asked[:16]}"
+
+
+def _settle(own: Path, place: Path) -> str:
+    """Give a folder of tokens its name, unless another job was first: then its own are taken, and they are the same."""
+    try:
+        os.rename(own, place)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    return _whole(place)
+
+
+def _whole(place: Path) -> str:
+    """The prefix of the tokens in a folder that has its name."""
+    prefix = str(place / "text")
+    if any(not Path(prefix + suffix).exists() for suffix in (".bin", ".idx", ".json")):
+        what = f"{place} lacks some of its tokens' files"
+        why = "they were whole when it got its name: somebody has removed one since"
+        raise DataError(what, why, "remove it, and they are made again")
+    return prefix
 
 
 def _fingerprint(request: Request, files: Sequence[File]) -> str:

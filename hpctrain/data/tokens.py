@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from hpctrain.cluster import aside
 from hpctrain.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -142,15 +143,16 @@ def describe(prefix: str | Path) -> Description | None:
 def write(prefix: str | Path, documents: Iterable[ArrayLike], dtype: DTypeLike) -> None:
     """Write one document after the other, each as one sequence; the names appear only when both files are whole."""
     prefix, dtype, sizes = _prefix(prefix), np.dtype(dtype), []
-    with open(prefix + ".bin.tmp", "wb") as data:
+    own = f"{prefix}.{aside.tag()}"
+    with open(own + ".bin.tmp", "wb") as data:
         for document in documents:
             tokens = np.asarray(document, dtype.newbyteorder("<"))
             sizes.append(len(tokens))
             data.write(tokens.tobytes())
         sync(data)
-    lay_index(prefix + ".idx.tmp", dtype, len(sizes))
-    fill_index(prefix + ".idx.tmp", np.array(sizes, np.int64), 0, 0)
-    publish(prefix, ".bin")
+    lay_index(own + ".idx.tmp", dtype, len(sizes))
+    fill_index(own + ".idx.tmp", np.array(sizes, np.int64), 0, 0)
+    publish(own, prefix, ".bin")
 
 
 def lay_index(path: str, dtype: np.dtype, documents: int) -> None:
@@ -173,11 +175,11 @@ def fill_index(path: str, sizes: NDArray[np.int64], first: int, tokens_before: i
         sync(index)
 
 
-def publish(prefix: str, *suffixes: str) -> None:
-    """Give files written aside (``.tmp``) their names, the index last: without it, a pair does not exist."""
+def publish(own: str, prefix: str, *suffixes: str) -> None:
+    """Give the files written aside under ``own`` their names, the index last: without it, a pair does not exist."""
     Path(prefix + ".idx").unlink(missing_ok=True)
     for suffix in (*suffixes, ".idx"):
-        os.replace(prefix + suffix + ".tmp", prefix + suffix)
+        os.replace(own + suffix + ".tmp", prefix + suffix)
 
 
 def sync(file: BinaryIO) -> None:

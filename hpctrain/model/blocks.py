@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.model.attention import Attention
+from hpctrain.model.experts import Experts
 from hpctrain.model.frame import Frame
 from hpctrain.model.noise import Dropout
 from hpctrain.model.parts import Gather, Spread, fan, norm
@@ -59,4 +60,4 @@ class SwigluMlp(nn.Module):
         return self.down(F.silu(gate_BTM) * up_BTM)
 
 
-MLPS = {"gelu": GeluMlp, "swiglu": SwigluMlp}
+MLPS = {"gelu": GeluMlp, "swiglu": SwigluMlp, "experts": Experts}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -38,6 +39,23 @@ class Tokens:
         return self.rows * self.length
 
 
+class Balance:
+    """The balance losses of the layers that a micro-batch has gone through; live: layers add theirs to it."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] | None = []
+
+    def add(self, loss: Tensor) -> None:
+        """Count a layer's loss in. Not after ``total``: a forward that is made again would count it twice."""
+        if self._losses is not None:
+            self._losses.append(loss)
+
+    def total(self) -> Tensor | None:
+        """The sum so far, with the graph behind it; None where no layer has added to it."""
+        losses, self._losses = self._losses, None
+        return torch.stack(losses).sum() if losses else None
+
+
 @dataclass(frozen=True)
 class Frame:
     """A micro-batch as layers know it."""
@@ -47,3 +65,5 @@ class Frame:
     """``[B, 1, T, T]``, added to the scores of attention; None for every token seeing those before it, the quickest."""
     noise: Noise | None = None
     """Where dropout comes from; without it nothing is dropped."""
+    balance: Balance | None = None
+    """Where experts leave what is to be added to the loss; without it nothing is."""

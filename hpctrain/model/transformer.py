@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hpctrain.errors import ShapeError
 from hpctrain.model.attention import within_documents
 from hpctrain.model.blocks import Block
-from hpctrain.model.frame import Frame, Tokens
+from hpctrain.model.frame import Balance, Frame, Tokens
 from hpctrain.model.loss import cross_entropy
 from hpctrain.model.noise import Dropout, Noise
 from hpctrain.model.parts import Spread, lookup, norm
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         ``documents`` numbers each token's document, where attention is to stay within one. Without ``noise``
         nothing is dropped.
         """
-        hidden = self._hidden(tokens_BT, documents_BT, noise)
+        hidden = self._hidden(tokens_BT, self.frame(tokens_BT, documents_BT, noise))
         return self.head.output(hidden, self._head_weight, tokens_BT.numel()).view(*tokens_BT.shape, -1)
 
     def loss(
@@ -58,15 +58,33 @@ class Transformer(nn.Module):
         targets_BT: Tensor,
         documents_BT: Tensor | None = None,
         noise: Noise | None = None,
+        balanced: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss of the targets that are not ``IGNORE``, in fp64, and how many they are."""
-        return self.price(self._hidden(tokens_BT, documents_BT, noise), targets_BT)
+        """The summed loss of the targets that are not ``IGNORE``, in fp64, and how many they are.
 
-    def frame(self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None) -> Frame:
-        """What the layers are told of these tokens."""
+        Where experts are to be ``balanced``, each target counts the balance loss of its micro-batch in.
+        """
+        frame = self.frame(tokens_BT, documents_BT, noise, balanced)
+        loss, count = self.price(self._hidden(tokens_BT, frame), targets_BT)
+        more = self.imbalance(frame)
+        return loss if more is None else loss + more * count, count
+
+    def frame(
+        self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None, balanced: bool = False
+    ) -> Frame:
+        """What the layers are told of these tokens; ``balanced`` where experts' balance loss is asked for later."""
         dtype = next(self.parameters()).dtype
         allowed = None if documents_BT is None else within_documents(documents_BT, dtype)
-        return Frame(self.between(*tokens_BT.shape), allowed, noise)
+        balance = Balance() if balanced and self.shape.balance_loss else None
+        return Frame(self.between(*tokens_BT.shape), allowed, noise, balance)
+
+    def imbalance(self, frame: Frame) -> Tensor | None:
+        """What the experts of the layers that were gone through add to the mean loss; None where they add nothing.
+
+        It is a mean over all layers of the model, to which these give their part. Ask once, when the forward is done.
+        """
+        total = frame.balance.total() if frame.balance else None
+        return None if total is None else total * (self.shape.balance_loss / self.shape.layers)
 
     def through(self, span: Span, x: Tensor, frame: Frame) -> Tensor:
         """What one stage makes of what the stage before made; ``x`` are the tokens where it has the embedding."""
@@ -80,9 +98,9 @@ class Transformer(nn.Module):
         """What ``loss`` gives, of what the last stage has made; ``terms`` as in ``cross_entropy``."""
         return self.head.loss(hidden.flatten(0, -2), self._head_weight, targets_BT.flatten(), **terms)
 
-    def _hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None, noise: Noise | None) -> Tensor:
+    def _hidden(self, tokens_BT: Tensor, frame: Frame) -> Tensor:
         (span,) = whole(self.shape)
-        return self.through(span, tokens_BT, self.frame(tokens_BT, documents_BT, noise))
+        return self.through(span, tokens_BT, frame)
 
     @property
     def _head_weight(self) -> Tensor:

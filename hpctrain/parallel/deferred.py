@@ -11,13 +11,15 @@ norms and of the embedding, are laid aside. ``Notes.done`` is W.
     ...
     notes.done()                    # W: gradients come to the parameters' hooks, as in any backward
 
-Only the products of ``linear`` are put off; a backward through others, such as those in fp8, is whole in I.
+Only plain products of linear maps and of experts are put off; a backward through others, such as those in fp8, or
+through a router, is whole in I.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from hpctrain.model.experts import Stack, grouped
 from hpctrain.schedule.action import Schedule
 
 Weights = Callable[[], tuple[Tensor | None, ...]]
@@ -69,13 +72,15 @@ class Deferred:
         """The gradients of a product's ``tensors``: now, or none now and all of them in W."""
         if self.notes is None:
             return gradients()
-        self.notes.add(lambda: _deliver(tensors, gradients()))
+        self.notes.add(lambda: _deliver(tensors, gradients))
         return (None,) * len(tensors)
 
 
-def _deliver(tensors: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]) -> None:
-    """Let gradients go the way that they would have gone in the backward."""
-    pairs = [(x, grad) for x, grad in zip(tensors, gradients, strict=True) if grad is not None]
+def _deliver(tensors: tuple[Tensor | None, ...], gradients: Weights) -> None:
+    """Make gradients, and let them go the way that they would have gone in the backward."""
+    with torch.no_grad():  # what they are made from has a graph
+        made = gradients()
+    pairs = [(x, grad) for x, grad in zip(tensors, made, strict=True) if grad is not None]
     if pairs:
         wanted, found = zip(*pairs, strict=True)
         torch.autograd.backward(list(wanted), list(found))
@@ -94,6 +99,8 @@ def defer(model: nn.Module, deferred: Deferred) -> None:
     for module in model.modules():
         if getattr(module, "product", None) is F.linear:
             module.product = Linear(deferred)
+        if isinstance(module, Stack):
+            module.grouped = partial(grouped, take=deferred.take)
 
 
 class Linear:

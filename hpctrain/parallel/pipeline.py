@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpctrain.comm.group import Group, Handle, SoloGroup
-from hpctrain.data.batch import MicroBatch
+from hpctrain.data.batch import IGNORE, MicroBatch
 from hpctrain.model.noise import Noise
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.deferred import Deferred, Notes
@@ -77,6 +77,8 @@ class Pass:
     inputs: dict[Place, Tensor] = field(default_factory=dict)
     made: dict[Place, Tensor | GradientEdge] = field(default_factory=dict)
     """Where a stage's backward begins; the activation itself until it is sent."""
+    pulls: dict[Place, Tensor] = field(default_factory=dict)
+    """What the experts of a stage add to the loss."""
     notes: dict[Place, Notes] = field(default_factory=dict)
     sent: list[tuple[Handle, Tensor]] = field(default_factory=list)
 
@@ -157,7 +159,9 @@ class Runner:
         x = m.tokens if span.embed else self._given(now, place)
         noise = Noise(self.seed, now.step, m.samples) if now.training else None
         with self.meter.phase("forward"):
-            made = self.model.through(span, x, self.model.frame(m.tokens, m.documents, noise))
+            frame = self.model.frame(m.tokens, m.documents, noise, balanced=now.training)
+            made = self.model.through(span, x, frame)
+            self._balance(now, place, self.model.imbalance(frame), m)
             if span.head:
                 return self._price(now, place, made, m)
         crosses = now.schedule.crosses(action.stage)
@@ -175,6 +179,13 @@ class Runner:
             now.loss += loss.detach()
         else:
             now.loss += torch.stack((loss.double(), tokens.double()))
+
+    def _balance(self, now: Pass, place: Place, more: Tensor | None, m: MicroBatch) -> None:
+        """Count in what a stage's experts add to the loss of each of the micro-batch's targets, without waiting."""
+        if more is not None:
+            more = more.double() * (m.targets != IGNORE).sum() / max(now.tokens, 1)
+            now.pulls[place] = more * now.scale
+            now.loss += more.detach()
 
     def _backward(self, now: Pass, action: Action, last: bool) -> None:
         parts = self._parts[action.stage]
@@ -197,8 +208,11 @@ class Runner:
         """Take the gradient of what a stage made back to what it began with."""
         stage, microbatch = place
         span, made = self.pipe.spans[stage], now.made.pop(place)
-        gradient = None if span.head else now.returned.pop(place)
-        torch.autograd.backward(made, gradient)
+        gradient, pull = None if span.head else now.returned.pop(place), now.pulls.pop(place, None)
+        if pull is None:
+            torch.autograd.backward(made, gradient)
+        else:
+            torch.autograd.backward((made, pull), (gradient, None))
         if not span.embed:
             found = now.inputs.pop(place).grad
             now.returned[stage - 1, microbatch] = found

@@ -7,7 +7,8 @@ cost a part of their memory and time. Losses, gradients and dropped elements are
 
 What every rank has whole needs no care without ``sequence``: all ranks make the same gradient, bit for bit. With it a
 rank sees a part of the tokens, so the gradients of norms and of learned positions are summed over the group, and every
-rank has the same sum. So are, always, those of norms of heads, of which a rank sees its own alone.
+rank has the same sum. So are, always, those of norms of heads, of which a rank sees its own alone, and of the router,
+of which it uses what its own experts are chosen by.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from hpctrain.comm.group import Group, SoloGroup
 from hpctrain.errors import PlanError, ShapeError
 from hpctrain.model.attention import Attention
 from hpctrain.model.blocks import MLPS
+from hpctrain.model.experts import Experts
 from hpctrain.model.parts import Gather, HeadNorm, Norm, Spread, normalise
 from hpctrain.model.transformer import Embed, Head, Transformer
 from hpctrain.parallel import vocabulary
+from hpctrain.parallel.experts import SharedExperts
 from hpctrain.parallel.linear import ColumnLinear, Region, RowLinear, fan
 from hpctrain.plan import rules
 from hpctrain.plan.layout import Box
@@ -91,6 +94,10 @@ def _mlp(part: nn.Module, region: Region, copies: Group) -> None:
             _column(one, region, SoloGroup())
 
 
+def _experts(part: Experts, region: Region, copies: Group) -> None:
+    part.__class__, part.region = SharedExperts, region
+
+
 def _column(part: Spread, region: Region, copies: Group) -> None:
     part.__class__, part.region, part.copies = ColumnLinear, region, copies
 
@@ -133,6 +140,7 @@ PARTS: dict[type, Callable[..., None]] = {
     Embed: _embed,
     Attention: _attention,
     **dict.fromkeys(MLPS.values(), _mlp),
+    Experts: _experts,
     Gather: _row,
     Norm: _norm,
     HeadNorm: _head_norm,

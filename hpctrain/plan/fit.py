@@ -38,7 +38,8 @@ def room_gib(machine: Machine, ranks_per_node: int) -> float:
 
 
 def _reasons(plan: Plan, config: Config, machine: Machine) -> Iterator[str]:
-    yield _room(sum(plan.bytes.values()), machine, max(len(plan.topology.ranks_of(n)) for n in _nodes(plan)))
+    held = sum(plan.bytes.values()) + (sum(plan.host.values()) if machine.device.kind == "cpu" else 0)
+    yield _room(held, machine, max(len(plan.topology.ranks_of(n)) for n in _nodes(plan)))
     if config.checkpoint.writer == "mpio" and (hints := open_hints(config.checkpoint.hints, machine)):
         yield f"checkpoint.hints of {machine.name}: {', '.join(f'{name} = {value}' for name, value in hints.items())}"
     if machine.storage and machine.storage.advice:

@@ -13,6 +13,7 @@ from hpctrain.config.job import JobConfig
 from hpctrain.config.read import contents, tables, validate
 from hpctrain.errors import ConfigError, PlanError
 from hpctrain.plan import sourced
+from hpctrain.plan.links import linked
 from hpctrain.plan.machine import Machine
 from hpctrain.plan.machine_rules import check
 from hpctrain.plan.sourced import Value
@@ -105,11 +106,12 @@ def ask(
 
 
 def topology_of(machine: Machine, nodes: int, tasks_per_node: int) -> Topology:
-    """Ranks in blocks on so many nodes of a machine; PlanError where it has fewer."""
+    """Ranks in blocks on so many nodes of a machine, which follow one another; PlanError where it has fewer."""
     if machine.nodes is not None and nodes > machine.nodes:
         why = f"{machine.name} has {machine.nodes:,}"
         raise PlanError(f"{nodes:,} nodes are more than there are", why, "ask for no more than that")
-    return Topology(tuple(f"node{node:05}" for node in range(1, nodes + 1) for _ in range(tasks_per_node)))
+    hosts = tuple(f"node{node:05}" for node in range(1, nodes + 1) for _ in range(tasks_per_node))
+    return linked(Topology(hosts), machine, dense=True)
 
 
 def size(

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from hpctrain.errors import PlanError
+from hpctrain.plan.packed import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,16 @@ class Mesh:
         """The same ranks in the same order under other axes."""
         return replace(Mesh(axes).fit(self.ranks_total), order=self.order)
 
+    def among(self, members: Sequence[int]) -> Mesh:
+        """The same mesh with each rank called by its place in ``members``, which has all of them, in any sequence.
+
+        Members that are not the ranks of this mesh are called by their places already.
+        """
+        places = {rank: place for place, rank in enumerate(members)}
+        if places.keys() != set(range(self.ranks_total)):
+            return self
+        return replace(self, order=tuple(places[rank] for rank in self.order or range(self.ranks_total)))
+
     def fit(self, ranks: int) -> Mesh:
         """This mesh, if it spans just ``ranks`` ranks; PlanError if not."""
         if self.ranks_total != ranks:
@@ -84,12 +95,13 @@ class Mesh:
 
     def to_json(self) -> dict[str, Any]:
         """The mesh as dicts and lists."""
-        return {"axes": [[name, size] for name, size in self.axes], "order": self.order and list(self.order)}
+        return {"axes": [[name, size] for name, size in self.axes], "order": self.order and pack(self.order)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Mesh:
         """The mesh that ``to_json`` gave."""
-        return cls(tuple((name, size) for name, size in value["axes"]), value["order"] and tuple(value["order"]))
+        order = value["order"] and tuple(unpack(value["order"]))
+        return cls(tuple((name, size) for name, size in value["axes"]), order)
 
     # ---- positions: places in mesh order ---------------------------------------------------------------------------
 

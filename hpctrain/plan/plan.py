@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from hpctrain.config import Config
@@ -15,10 +16,13 @@ from hpctrain.errors import PlanError
 from hpctrain.plan.formats import Format
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.mesh import Mesh
+from hpctrain.plan.place import Placement, compare, place
 from hpctrain.plan.rules import TENSOR, axes, check, cuts
+from hpctrain.plan.saved import host_bytes, shown
 from hpctrain.plan.spans import TIED, Span, mine, spans
 from hpctrain.plan.states import state_bytes
 from hpctrain.plan.topology import Topology
+from hpctrain.plan.traffic import Flow, traffic
 from hpctrain.plan.units import PIPE, REPLICA, SHARD, STAGES, Member, Unit, arrange, choose, neighbours, room
 from hpctrain.plan.weights import ModelShape, Weight, parameters
 from hpctrain.schedule.action import Schedule, accumulate
@@ -26,6 +30,7 @@ from hpctrain.schedule.kinds import find, make
 from hpctrain.schedule.passes import add_messages
 
 UNKNOWN = 1 << 30  # tokens of a tokenizer that is not there yet: enough to be cut over any ranks
+GUESSED = 1 << 16  # the same where what travels is to be counted
 SHARED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optimizer states, gradients and weights"}
 
 
@@ -35,6 +40,8 @@ class Plan:
 
     topology: Topology
     mesh: Mesh
+    placement: Placement
+    """What its order is worth."""
     shape: ModelShape
     dtype: str
     """Of what the optimizer updates; the weights that multiply may have another (``formats.py``)."""
@@ -52,6 +59,8 @@ class Plan:
     bytes: dict[str, int]
     """What one rank holds, in bytes, the one that holds most: weights, gradients, optimizer, and buffers for what
     comes and goes."""
+    host: dict[str, int]
+    """What saves take of a rank's host memory, in bytes; where ranks compute on CPUs, on top of what they hold."""
     reasons: tuple[str, ...]
     """Why it is so, a sentence each."""
 
@@ -68,6 +77,7 @@ class Plan:
             f"mesh      {self.mesh}",
             f"model     {parameters(self.shape):,} parameters in {self.dtype}",
             f"a rank    {held}",
+            *([f"on the host  {shown(self.host)}"] if self.host else []),
             *(f"because   {reason}" for reason in self.reasons),
         ))  # fmt: skip
 
@@ -75,19 +85,33 @@ class Plan:
         """The plan as plain values; what a checkpoint keeps of the run that wrote it."""
         return {
             "mesh": self.mesh.to_json(),
-            "hosts": self.topology.to_json(),
+            "topology": self.topology.to_json(),
+            "placement": {"order": self.placement.load.to_json(), "given": self.placement.given.to_json()},
             "shape": vars(self.shape),
             "dtype": self.dtype,
             "zero": self.zero,
             "parameters": parameters(self.shape),
             "schedule": self.schedule.to_json(),
             "bytes": self.bytes,
+            "host": self.host,
             "reasons": list(self.reasons),
         }
 
 
 def lay(config: Config, topology: Topology) -> Mesh:
-    """The mesh of a run: along ``dp`` ranks take other samples. Refuses a batch that does not divide over them."""
+    """The mesh of a run, its ranks in the order in which links are used best; every rank of a job finds the same one.
+
+    Along ``dp`` ranks take other samples; a batch that does not divide over them is refused.
+    """
+    mesh = grid(config, topology)
+    if config.parallel.placement == "given" or topology.levels[0].count == 1:
+        return mesh
+    shape = ModelShape.of(config.model, _vocabulary(config, _guess(config)))
+    return replace(mesh, order=place(topology, _seen(config, mesh), _flows(config, shape, mesh)).order)
+
+
+def grid(config: Config, topology: Topology) -> Mesh:
+    """The axes of a run, over ranks as they were numbered."""
     parallel, ranks = config.parallel, len(topology.hosts)
     model = parallel.pp * parallel.tp
     dp = max(1, ranks // model) if parallel.dp == "auto" else parallel.dp
@@ -101,9 +125,30 @@ def lay(config: Config, topology: Topology) -> Mesh:
     data = choose(parallel.zero, dp, parallel.shard)
     if parallel.near is not None:
         neighbours(Mesh(data), parallel.near)
-    vocabulary = UNKNOWN if config.model.vocabulary == "auto" else config.model.vocabulary
-    tensor = axes(ModelShape.of(config.model, vocabulary), parallel.tp) if parallel.tp > 1 else ()
+    tensor = axes(ModelShape.of(config.model, _vocabulary(config, UNKNOWN)), parallel.tp) if parallel.tp > 1 else ()
     return Mesh((*([(PIPE, parallel.pp)] if parallel.pp > 1 else []), *data, *tensor))
+
+
+def _vocabulary(config: Config, auto: int) -> int:
+    return auto if config.model.vocabulary == "auto" else config.model.vocabulary
+
+
+def _guess(config: Config) -> int:
+    """The tokens of a tokenizer that is not there yet, as far as its name tells them."""
+    kind, _, size = config.data.tokenizer.partition(":")
+    if config.data.sources or kind not in ("bytes", "bpe"):
+        return GUESSED
+    return int(size) if size.isdigit() else 257
+
+
+def _seen(config: Config, mesh: Mesh) -> Mesh:
+    """The mesh with the axes that something travels along."""
+    return neighbours(mesh, config.parallel.near) if config.parallel.near else mesh
+
+
+def _flows(config: Config, shape: ModelShape, mesh: Mesh) -> tuple[Flow, ...]:
+    schedule = pipeline(config, _microbatches(config, mesh.size(REPLICA, SHARD)))
+    return traffic(config, shape, _seen(config, mesh), schedule)
 
 
 def _fitting(ranks: int, model: int) -> str:
@@ -125,9 +170,11 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
     units = tuple(cut(mine(shape, own), format.master, mesh, _alone(shape, homes)) for own in homes)
     given = config.parallel.gather_mib
     gather_bytes = max(room(own, format.compute, None if given == "auto" else int(given * 2**20)) for own in units)
+    placement = compare(topology, _seen(config, mesh), _flows(config, shape, mesh))
     return Plan(
         topology=topology,
         mesh=mesh,
+        placement=placement,
         shape=shape,
         dtype=format.master,
         layouts=_layouts(units, stage.axes, format.master),
@@ -137,7 +184,8 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
         gather_bytes=gather_bytes,
         schedule=schedule,
         bytes=max((_bytes(own, mesh, config, gather_bytes, format) for own in units), key=lambda b: sum(b.values())),
-        reasons=tuple(_reasons(config, mesh)),
+        host=host_bytes(config, units, topology, format.master),
+        reasons=(*_reasons(config, mesh), *([placement.reason] if placement.reason else [])),
     )
 
 
@@ -152,7 +200,12 @@ def pipeline(config: Config, microbatches: int) -> Schedule:
     find(parallel.schedule)  # told of a mistake also where it does not matter
     if parallel.pp == 1:
         return accumulate(microbatches)
-    return add_messages(make(parallel.schedule, parallel.pp, microbatches, parallel.chunks, parallel.group))
+    return _pipeline(parallel.schedule, parallel.pp, microbatches, parallel.chunks, parallel.group)
+
+
+@lru_cache(maxsize=8)
+def _pipeline(kind: str, ranks: int, microbatches: int, chunks: int | None, group: int | None) -> Schedule:
+    return add_messages(make(kind, ranks, microbatches, chunks, group))
 
 
 def cut(found: Iterable[Weight], dtype: str, mesh: Mesh | None = None, alone: Collection[str] = ()) -> tuple[Unit, ...]:

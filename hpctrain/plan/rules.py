@@ -3,7 +3,7 @@
 Tensor parallelism cuts dim 0 of every matrix of a block, and of the embedding and the head (``hpctrain.plan.weights``
 keeps the dim to be cut first); all else, norms and what is added after a sum over ranks, every rank has whole. The
 pieces are those of ``hpctrain.plan.layout.piece``: any vocabulary and any mlp width will do, and nothing is padded.
-Heads are cut in whole ones, so their number must divide.
+Heads and experts are cut in whole ones, so their numbers must divide.
 
 Ranks may outnumber the heads of keys and values. Each such head is then on several ranks, and the ranks have two axes:
 ``tp`` over the heads of keys and values, and within it ``tp_copy`` over ranks that have the same one. Where the mesh
@@ -25,6 +25,7 @@ RULES = {
     "kv_heads": (TP,),
     "mlp": TENSOR,
     "vocabulary": TENSOR,
+    "expert": TENSOR,
 }
 
 
@@ -48,17 +49,20 @@ def check(shape: ModelShape, ranks: int) -> None:
     if ranks not in (fit := fitting(shape)):
         raise PlanError(
             f"parallel.tp = {ranks} does not fit a model of {shape.heads} heads, {shape.kv_heads} of keys and values"
+            + f", {shape.experts} experts" * (shape.experts > 0)
             + f", and {shape.vocabulary} tokens" * (shape.vocabulary < ranks),
-            "each rank takes whole heads, as many of keys and values or a copy of one, and a part of the vocabulary",
+            "each rank takes whole heads, as many of keys and values or a copy of one, "
+            + "whole experts, " * (shape.experts > 0)
+            + "and a part of the vocabulary",
             f"set parallel.tp to one of {', '.join(map(str, fit))}",
         )
 
 
 def fitting(shape: ModelShape) -> tuple[int, ...]:
-    """The numbers of ranks that a model's heads can be cut over."""
+    """The numbers of ranks that a model's heads and experts can be cut over."""
     divisors = (ranks for ranks in range(1, shape.heads + 1) if shape.heads % ranks == 0)
     whole = (ranks for ranks in divisors if shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0)
-    return tuple(ranks for ranks in whole if ranks <= shape.vocabulary)
+    return tuple(ranks for ranks in whole if ranks <= shape.vocabulary and shape.experts % ranks == 0)
 
 
 def cuts(weight: Weight) -> tuple[Cut, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import PlanError
 from hpctrain.plan.layout import piece
-from hpctrain.plan.weights import ModelShape, Weight, block, weights
+from hpctrain.plan.weights import ModelShape, Weight, multiplied, weights
 
 
 @dataclass(frozen=True)
@@ -85,5 +85,4 @@ def _balanced(shape: ModelShape, count: int) -> tuple[int, ...]:
 
 def _head_in_blocks(shape: ModelShape) -> float:
     """How many blocks take as much computing as the head."""
-    matrices = sum(weight.size for weight in block(shape, 0) if len(weight.shape) == 2)
-    return shape.vocabulary * shape.width / (matrices + 2 * shape.width * shape.sequence)
+    return shape.vocabulary * shape.width / (multiplied(shape) + 2 * shape.width * shape.sequence)

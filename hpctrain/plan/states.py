@@ -26,8 +26,8 @@ def state_bytes(units: Sequence[Unit], sharers: int, rank: int, config: OptimCon
 
 
 def orthogonal(name: str, shape: Sequence[int], excepted: Sequence[str]) -> bool:
-    """Whether Muon takes a parameter: a matrix, by the number of its dims, whose name is not among the exceptions."""
-    return len(shape) == 2 and prod(shape) > 0 and not any(fnmatchcase(name, pattern) for pattern in excepted)
+    """Whether Muon takes a parameter: a matrix or a stack of them, by the number of dims, with no exception's name."""
+    return len(shape) in (2, 3) and prod(shape) > 0 and not any(fnmatchcase(name, pattern) for pattern in excepted)
 
 
 def _adamw(slot: Slot, mine: int, config: OptimConfig, width: int) -> int:

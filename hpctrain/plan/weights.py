@@ -7,10 +7,12 @@ that a pipeline may place apart.
 Matrices are kept so that cutting dim 0 is what tensor parallelism wants, and each shard is one contiguous run:
 
 * a matrix whose outputs are cut (query, key, value, gate, up, head) is ``[out, in]`` and used as ``x @ w.T``;
-* a matrix whose inputs are cut (attention's out, down) is ``[in, out]`` and used as ``x @ w``.
+* a matrix whose inputs are cut (attention's out, down) is ``[in, out]`` and used as ``x @ w``;
+* the matrices of experts are stacks of such, ``[expert, ...]``, that are cut between experts.
 
 The dims have names, so that a rule can say "heads are cut over tp" once for all weights: ``vocabulary``, ``width``,
-``sequence``, ``mlp``, ``head_dim``, and ``heads`` and ``kv_heads``, which count heads x head_dim rows.
+``sequence``, ``mlp``, ``head_dim``, ``heads`` and ``kv_heads``, which count heads x head_dim rows, ``expert``,
+``inner`` (of an expert), and ``choice``, of which the router has a row for each expert.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Family:
     head_norm: bool  # whether each head of queries and of keys is normed
     tied: bool  # whether the head uses the embedding's weight
     mlp_ratio: tuple[int, int, int]  # mlp_width = numerator/denominator x width, rounded up to a multiple
+    experts: tuple[int, int] = (0, 0)  # how many, and how many of them a token goes to; none where a block has one mlp
 
 
 QKV = ("query", "key", "value")
@@ -44,9 +47,10 @@ FAMILIES = {
     "llama": LLAMA,
     "qwen2": replace(LLAMA, bias=QKV),
     "qwen3": replace(LLAMA, head_norm=True),
+    "mixtral": replace(LLAMA, mlp="experts", experts=(8, 2)),
 }
 NORMS = {"layer": ("weight", "bias"), "rms": ("weight",)}  # kind -> its vectors
-MLPS = {"gelu": ("up",), "swiglu": ("gate", "up")}  # kind -> the matrices before its activation
+MLPS = {"gelu": ("up",), "swiglu": ("gate", "up"), "experts": ("gate", "up")}  # kind -> matrices before its activation
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,16 @@ class ModelShape:
     rope_scaling: tuple[float, ...] | None
     norm_epsilon: float
     init_std: float
+    experts: int
+    """0 where a block has one feed-forward part for all tokens."""
+    experts_per_token: int
+    balance_loss: float
 
     @classmethod
     def of(cls, config: ModelConfig, vocabulary: int) -> ModelShape:
         """Fill in what ``config`` leaves open; ``vocabulary`` is the tokenizer's number of tokens."""
         habits = FAMILIES[config.family]
+        experts, per_token = _experts_of(config, *habits.experts)
         shape = cls(
             layers=config.layers,
             width=config.width,
@@ -97,6 +106,9 @@ class ModelShape:
             rope_scaling=config.rope_scaling,
             norm_epsilon=config.norm_epsilon,
             init_std=config.init_std,
+            experts=experts,
+            experts_per_token=per_token,
+            balance_loss=config.balance_loss if experts else 0.0,
         )
         _check(shape, vocabulary)
         return shape
@@ -119,7 +131,7 @@ class Weight:
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies: to matrices, not to vectors (biases and norms)."""
+        """Whether weight decay applies: to matrices and stacks of them, not to vectors (biases and norms)."""
         return len(self.shape) > 1
 
 
@@ -140,13 +152,22 @@ def parameters(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape) -> int:
     """Model FLOPs to train on one token: forward and backward, without recomputation.
 
-    Each element of a matrix that multiplies takes 2 FLOPs forward and 4 backward; the head counts also when tied,
-    the lookup of embeddings does not. Attention's two products take 12 x layers x heads x head_dim x sequence, every
-    token seeing the whole sequence: by convention (PaLM, appendix B) the causal mask's saving is not subtracted.
+    Each element of a matrix that multiplies takes 2 FLOPs forward and 4 backward; of experts as many count as a token
+    goes to; the head counts also when tied, the lookup of embeddings does not. Attention's two products take
+    12 x layers x heads x head_dim x sequence, every token seeing the whole sequence: by convention (PaLM, appendix B)
+    the causal mask's saving is not subtracted.
     """
-    matrices = sum(w.size for layer in range(shape.layers) for w in block(shape, layer) if len(w.shape) == 2)
     head = shape.vocabulary * shape.width
-    return 6 * (matrices + head) + 12 * shape.layers * shape.heads * shape.head_dim * shape.sequence
+    attention = 12 * shape.layers * shape.heads * shape.head_dim * shape.sequence
+    return 6 * (shape.layers * multiplied(shape) + head) + attention
+
+
+def multiplied(shape: ModelShape) -> int:
+    """How many elements of a block's matrices a token is multiplied with: of experts, those that it goes to."""
+    matrices = [weight for weight in block(shape, 0) if len(weight.shape) > 1]
+    alone = sum(weight.size for weight in matrices if weight.dims[0] != "expert")
+    stacked = sum(weight.size for weight in matrices if weight.dims[0] == "expert")
+    return alone + (stacked // shape.experts * shape.experts_per_token if shape.experts else 0)
 
 
 def block(shape: ModelShape, layer: int) -> Iterator[Weight]:
@@ -161,6 +182,9 @@ def block(shape: ModelShape, layer: int) -> Iterator[Weight]:
         yield from _norm(shape, f"{attention}.{name}", "head_dim")
     yield from _gather(shape, attention, "out", "heads", residual_std)
     yield from _norm(shape, f"{mlp}.norm")
+    if shape.experts:
+        yield from _experts(shape, mlp, residual_std)
+        return
     for name in MLPS[shape.mlp]:
         yield from _spread(shape, mlp, name, "mlp")
     yield from _gather(shape, mlp, "down", "mlp", residual_std)
@@ -197,6 +221,15 @@ def _gather(shape: ModelShape, part: str, name: str, dim: str, std: float) -> It
         yield _weight(shape, f"{part}.{name}.bias", ("width",))
 
 
+def _experts(shape: ModelShape, part: str, std: float) -> Iterator[Weight]:
+    """A router, ``[choice, width]``, and for each expert the three maps of a gated feed-forward part, stacked."""
+    stack = ("expert", "inner", "width")
+    yield _weight(shape, f"{part}.router.weight", ("choice", "width"), std=shape.init_std)
+    for name in MLPS[shape.mlp]:
+        yield _weight(shape, f"{part}.{name}.weight", stack, std=shape.init_std)
+    yield _weight(shape, f"{part}.down.weight", stack, std=std)
+
+
 def _weight(shape: ModelShape, name: str, dims: tuple[str, ...], mean: float = 0.0, std: float = 0.0) -> Weight:
     sizes = {
         "vocabulary": shape.vocabulary,
@@ -206,12 +239,35 @@ def _weight(shape: ModelShape, name: str, dims: tuple[str, ...], mean: float = 0
         "head_dim": shape.head_dim,
         "heads": shape.heads * shape.head_dim,
         "kv_heads": shape.kv_heads * shape.head_dim,
+        "expert": shape.experts,
+        "inner": shape.mlp_width,
+        "choice": shape.experts,
     }
     return Weight(name, tuple(sizes[dim] for dim in dims), dims, mean, std)
 
 
 def _mlp_width(width: int, numerator: int, denominator: int, multiple: int) -> int:
     return -(-width * numerator // (denominator * multiple)) * multiple
+
+
+def _experts_of(config: ModelConfig, usual: int, usual_per_token: int) -> tuple[int, int]:
+    """How many experts there are, and how many a token goes to: none, where a family has none."""
+    given = {key: getattr(config, key) for key in ("experts", "experts_per_token") if getattr(config, key) is not None}
+    if given and not usual:
+        told = " and ".join(f"model.{key} = {value}" for key, value in given.items())
+        raise ConfigError(
+            f'{told} with model.family = "{config.family}"',
+            "its blocks have one feed-forward part for all tokens",
+            f'set model.family to "mixtral", or leave {" and ".join(f"model.{key}" for key in given)} out',
+        )
+    experts, per_token = config.experts or usual, config.experts_per_token or usual_per_token
+    if per_token > experts:
+        raise ConfigError(
+            f"model.experts_per_token = {per_token} is more than model.experts = {experts}",
+            "a token goes to so many different experts",
+            f"set model.experts_per_token to {experts} or less, or model.experts to {per_token} or more",
+        )
+    return experts, per_token
 
 
 def _check(shape: ModelShape, vocabulary: int) -> None:

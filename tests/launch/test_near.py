@@ -49,11 +49,16 @@ def test_a_killed_run_goes_on_from_the_node_s_own_disk(launch: Launch, tmp_path:
     assert SEEN in job.stdout + job.stderr and not list((tmp_path / "run/checkpoints").glob("step-*"))
     assert list((tmp_path / "disk").glob("hpctrain-*/step-*"))
 
-    done = launch(2, *command, env=env)
+    done = launch(2, *command, "--set", "train.steps=6", env=env)  # so there is no step to do
     assert done.returncode == 0, done.stderr
     (start,) = re.findall(r"going on from step (\d+)", done.stdout + done.stderr)
-    assert int(start) >= 6
+    made = f"run/checkpoints/step-{int(start):08}.h5"
+    assert int(start) >= 6 and f"saved {made}" in done.stdout + done.stderr and (tmp_path / made).exists()
     assert not list((tmp_path / "disk").iterdir())
+
+    done = launch(2, *command, env=env)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"going on from step (\d+)", done.stdout + done.stderr) == [start]
 
     assert launch(2, *command, "--set", "run.dir=other", "--set", "checkpoint.near_every=0", env=env).returncode == 0
     same = launch(0, "python", "-m", "hpctrain", "ckpt", "diff", "run/checkpoints", "other/checkpoints")

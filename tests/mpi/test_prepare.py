@@ -116,3 +116,17 @@ def test_a_run_prepares_its_text_on_all_its_ranks_once(comm, folder, open_group)
         found = [ready(config, folder / "run", group, told) for _ in range(2)]
         assert found[0] == found[1] and Tokens(found[0][0].path).documents == 8
         assert told.getvalue().count("\n") == (1 if group.leads else 0)
+
+
+def test_two_jobs_of_two_ranks_that_start_at_once_take_the_same_tokens(comm, folder):
+    half = comm.Split(comm.rank // 2, comm.rank)
+    group = MpiGroup(half, timeout_seconds=60)
+    config = DataConfig(text=(str(folder / "text"),), tokenizer="bpe:280")
+    comm.barrier()
+    (source,) = ready(config, folder / "run", group, io.StringIO())
+    assert len(set(comm.allgather((source.path, Tokens(source.path).documents)))) == 1
+    comm.barrier()  # the slower one has removed its own by now
+    assert os.listdir(folder / "run") == [Path(source.path).parent.name]
+    assert not list(Path(source.path).parent.glob("*.tmp"))
+    group.close()
+    half.Free()

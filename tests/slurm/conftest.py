@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -78,7 +79,7 @@ class Cluster:
     def sbatch(self, script: str, *options: str, venv: str = "mpich") -> int:
         """Hand in a batch script; gives the number of its job, which writes to ``slurm-NUMBER.out``."""
         text = f"#!/bin/bash\n{script}\n"
-        return int(self._ask("sbatch", "--parsable", *options, text=text, env=self.environment(venv)))
+        return int(self.ask("sbatch", "--parsable", *options, text=text, env=self.environment(venv)))
 
     def wait_for(self, job: int | str, timeout: float = 90) -> Batch:
         """The end of a batch job, or of one of an array, such as ``12_0``.
@@ -89,15 +90,15 @@ class Cluster:
         while (state := self.state(job)) not in OVER:
             if time.monotonic() > limit:
                 text = self.output(job)
-                self._ask("scancel", "--signal=KILL", str(job))
+                self.ask("scancel", "--signal=KILL", str(job))
                 pytest.fail(f"job {job} is {state} after {timeout} s\n{text}")
             time.sleep(0.1)
-        shown = self._ask("scontrol", "-o", "show", "job", str(job))
+        shown = self.ask("scontrol", "-o", "show", "job", str(job))
         return Batch(job, state, int(shown.split("ExitCode=")[1].split(":")[0]), self.output(job))
 
     def state(self, job: int | str) -> str:
         """Where a job stands, such as ``RUNNING``."""
-        return self._ask("squeue", "-h", "-t", "all", "-o", "%T", "-j", str(job))
+        return self.ask("squeue", "-h", "-t", "all", "-o", "%T", "-j", str(job))
 
     def output(self, job: int | str) -> str:
         """What a batch job printed so far."""
@@ -113,12 +114,12 @@ class Cluster:
 
     def close(self) -> None:
         """End what still runs."""
-        self._ask("scancel", "--signal=KILL", "--state=RUNNING", "--user=root")
-        self._ask("scancel", "--user=root")
+        self.ask("scancel", "--signal=KILL", "--state=RUNNING", "--user=root")
+        self.ask("scancel", "--user=root")
         for job in self._jobs:
             job.stop()
 
-    def _ask(self, *command: str, text: str | None = None, env: Mapping[str, str] | None = None) -> str:
+    def ask(self, *command: str, text: str | None = None, env: Mapping[str, str] | None = None) -> str:
         done = subprocess.run(
             command, input=text, env=env or {**os.environ, "SLURM_CONF": str(self.conf)}, cwd=self.folder,
             capture_output=True, text=True, timeout=30, check=False,
@@ -136,6 +137,19 @@ def library(venv: str) -> str:
     program = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
     said = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     return said.stdout.strip()
+
+
+def follow(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Do in a folder what the blocks of a page that are marked ``sh slurm`` say, in one shell."""
+    if library("main") != "Open MPI":
+        pytest.skip(f"the page is written for Open MPI, and .venv has {library('main')}")
+    for name in (".venv", "configs", "hpctrain", "slurm"):
+        (folder / name).symlink_to(ROOT / name)
+    blocks = re.findall(r"^```sh slurm\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "".join(blocks)], cwd=folder, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm.conftest import LAB, UP_SECONDS, library
+from tests.slurm.conftest import LAB, UP_SECONDS, follow
 from tests.support.jobs import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("lab")]  # where the first can be had, others can
@@ -113,15 +113,7 @@ def test_a_folder_with_something_in_it_is_neither_filled_nor_removed(tmp_path: P
 
 
 def test_the_how_to_does_what_it_says(tmp_path: Path) -> None:
-    if library("main") != "Open MPI":
-        pytest.skip(f"the page is written for Open MPI, and .venv has {library('main')}")
-    for name in (".venv", "configs", "hpctrain", "slurm"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    blocks = re.findall(r"^```sh slurm\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "".join(blocks)], cwd=tmp_path, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = follow(PAGE, tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "going on from step 10" in done.stderr
     assert "refused" in done.stdout

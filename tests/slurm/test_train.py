@@ -67,6 +67,46 @@ def test_a_run_of_separate_ranks_is_refused_before_it_writes(cluster, train: Com
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_spreads_over_nodes_with_different_numbers_of_tasks(cluster, train: Command, tmp_path: Path) -> None:
+    done = cluster.run("srun -N3 -n4 -w node[1-3] --mpi=pmi2", *train("train.steps=2"), timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "ranks     4 ranks on 3 nodes (2, 1, 1)" in done.stderr
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_the_parts_of_a_heterogeneous_job_make_one_run(cluster, train: Command, tmp_path: Path) -> None:
+    command = " ".join(f'"{word}"' for word in train("train.steps=2"))
+    # In the order of their names: with the last node first, MPI_Init hangs under this Slurm's PMI2, in any program.
+    parts = ("-N1", "--ntasks-per-node=2", "-w", "node1", ":", "-N2", "--ntasks-per-node=1", "-w", "node[2-3]")
+    job = cluster.sbatch(f"srun --mpi=pmi2 --het-group=0,1 {command}", *parts)
+    done = cluster.wait_for(job, timeout=180)
+    assert (done.state, done.exit_code) == ("COMPLETED", 0), done.output
+    assert "ranks     4 ranks on 3 nodes (2, 1, 1)" in done.output
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_two_runs_by_hand_in_allocations_on_one_node_both_finish(cluster, train: Command, tmp_path: Path) -> None:
+    start = "salloc -N1 --ntasks-per-node=2 -w node2 srun --mpi=pmi2"
+    runs = [cluster.start(start, *train("train.steps=2", f"run.name={name}")) for name in ("a", "b")]
+    ends = [run.wait(180) for run in runs]
+    assert [end.returncode for end in ends] == [0, 0], ends
+    assert [(tmp_path / f"runs/{name}/checkpoints/step-00000002.h5").exists() for name in ("a", "b")] == [True, True]
+
+
+def test_ranks_that_leave_one_after_another_are_not_killed_for_it(cluster, tmp_path: Path) -> None:
+    program = """
+import os, time
+from hpctrain.cluster.stop import Flag
+flag = Flag()
+time.sleep(0.5)
+flag.ignore()
+time.sleep(int(os.environ["SLURM_PROCID"]))
+os._exit(75)
+"""
+    done = cluster.run("srun -N2 -n2 --kill-on-bad-exit=1", "python", "-c", program)
+    assert done.returncode == 75, done.stderr
+
+
 def test_a_stop_file_ends_all_ranks_and_the_script_comes_to_its_end(cluster, train: Command, tmp_path: Path) -> None:
     command = " ".join(f'"{word}"' for word in train("train.steps=1000000"))
     job = cluster.sbatch(f'srun --mpi=pmi2 {command}; echo "srun gave $?"', "-N2", "--ntasks-per-node=2")

@@ -6,6 +6,7 @@ the mesh are those of ``tests.support.matrix``, and so are the bounds, but for w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,13 +136,16 @@ def ranks_of(row: Row) -> int:
 # ---- what a run made -------------------------------------------------------------------------------------------------
 
 
-def course(config: Config, comm: MPI.Comm, steps: int, folder: Path) -> dict[str, Tensor]:
+def course(
+    config: Config, comm: MPI.Comm, steps: int, folder: Path, hosts: Sequence[str] | None = None
+) -> dict[str, Tensor]:
     """Losses, norms and validation losses of some steps, then all that the run holds, whole. Collective.
 
-    ``folder`` is one that all ranks write to. Raises AssertionError on a rank that holds something else than what was
-    written for it: of replicas one alone writes.
+    ``hosts`` say what node each rank is to be on, by default this one. ``folder`` is one that all ranks write to.
+    Raises AssertionError on a rank that holds something else than what was written for it: of replicas one alone
+    writes.
     """
-    with job(config, comm) as (run, batches):
+    with job(config, comm, hosts) as (run, batches):
         values = [run.step(step, batches) for step in range(steps)]
         validated = run.runner.evaluate(validation(run, batches))
         return {

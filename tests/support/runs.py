@@ -53,10 +53,10 @@ def write_tokens(folder: Path) -> None:
 
 
 @contextmanager
-def job(config: Config, comm: MPI.Comm) -> Iterator[tuple[Job, Batches]]:
-    """A job on the ranks of ``comm``, and its data. Collective."""
+def job(config: Config, comm: MPI.Comm, hosts: Sequence[str] | None = None) -> Iterator[tuple[Job, Batches]]:
+    """A job on the ranks of ``comm``, and its data; ``hosts`` say what node each is to be on. Collective."""
     torch.set_num_threads(1)
-    world = World.of(comm)
+    world = World.of(comm, host=hosts[comm.rank] if hosts else None)
     groups = Groups.open(lay(config, world.topology), world, config.comm)
     batches = open_data(config, groups)
     yield Job.build(config, decide(config, world.topology, batches.vocabulary), groups, torch.device("cpu")), batches

@@ -79,7 +79,7 @@ class Case:
         documents = documents.expand_as(tokens) if self.documents else None
         own = model.head.loss
         model.head.loss = lambda *given: own(*given, **self.terms)
-        loss, count = model.loss(tokens, targets, documents, Noise(1, 2, tuple(range(4, 4 + self.rows))))
+        loss, count = model.loss(tokens, targets, documents, Noise(1, 2, tuple(range(4, 4 + self.rows))), balanced=True)
         model.head.loss = own
         loss.backward()
         with torch.no_grad():

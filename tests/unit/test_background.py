@@ -18,6 +18,7 @@ from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.snapshot import Room, fits
 from hpctrain.checkpoint.state import Held, State
+from hpctrain.cluster.deadline import Pace
 from hpctrain.comm.group import SoloGroup
 from hpctrain.config import CheckpointConfig
 from hpctrain.plan.layout import Cut, Flat, Layout
@@ -296,6 +297,32 @@ def test_a_run_saves_when_it_is_due_and_after_its_last_step_and_says_so(tmp_path
     assert stood[0] == 5 and stood[-1] == 8
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000005.h5", "step-00000008.h5"]
     assert resume(tmp_path, ROWS, mesh) == 8
+
+
+def test_each_save_of_a_run_tells_how_long_it_took_and_whether_one_is_under_way(tmp_path: Path):
+    mesh, told, go = Mesh((("dp", 1),)), [], threading.Event()
+    pace = Pace()
+    pace.saved = told.append
+
+    def act(point: Checkpoint, rank: int) -> None:
+        state = states.filled(ROWS, mesh, rank, 1)
+        point._background.folder.publish = _when(go, point._background.folder.publish)
+        with Saver(point, state, {}, lambda line: None, pace) as saver:
+            saver.step(1, last=False)
+            assert pace.saving and told == []
+            go.set()
+            saver.step(2, last=True)
+            assert not pace.saving and len(told) == 2 and min(told) > 0
+
+    each(tmp_path, mesh, act, {"every": 1})
+
+
+def _when(go: threading.Event, act: Callable) -> Callable:
+    def later(*words: Any) -> Any:
+        assert go.wait(60)
+        return act(*words)
+
+    return later
 
 
 def _thread() -> str:

@@ -195,7 +195,7 @@ def test_knobs_are_listed_as_a_table_and_as_json(run, monkeypatch: pytest.Monkey
     ("key", "value"),
     [
         ("train.steps", "whole number, at least 0"),
-        ("model.family", '"gpt2" or "llama" or "qwen2" or "qwen3"'),
+        ("model.family", '"gpt2" or "llama" or "qwen2" or "qwen3" or "mixtral"'),
         ("model.kv_heads", "whole number or left out, at least 1"),
         ("data.sources", "list of tables"),
         ("data.sources[].weight", "number, more than 0"),

@@ -80,6 +80,21 @@ def test_without_notes_a_backward_is_whole() -> None:
         torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=0, atol=1e-12)
 
 
+def test_experts_are_put_off_and_their_router_is_not() -> None:
+    case, deferred, notes = Case(dict(family="mixtral", experts=4, layers=1, balance_loss=0.5)), Deferred(), Notes()
+    tokens = torch.arange(12).view(2, 6) % VOCABULARY
+    whole, model = case.whole(), case.whole()
+    whole.loss(tokens, tokens.roll(-1, 1), balanced=True)[0].backward()
+    defer(model, deferred)
+    with deferred.put_off(notes):
+        model.loss(tokens, tokens.roll(-1, 1), balanced=True)[0].backward()
+    there = {name for name, p in model.blocks["0"].mlp.named_parameters() if p.grad is not None}
+    assert there == {"norm.weight", "router.weight"}
+    notes.done()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=0, atol=1e-12)
+
+
 def test_maps_in_another_format_stay_as_they_are() -> None:
     model = Pair()
     model.first.product = other = lambda x, weight, bias: F.linear(x, weight, bias)

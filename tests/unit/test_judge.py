@@ -152,8 +152,7 @@ def test_several_slow_nodes_are_blamed(count: int) -> None:
 @pytest.mark.parametrize("count", [4, 8, 33])
 def test_a_slow_pair_of_good_nodes_is_told_and_nobody_is_blamed(count: int) -> None:
     found, pairs = blamed(links(count, pair=("node1", "node2")), 0.5)
-    assert found == [] and len(pairs) == 1
-    assert pairs[0].removesuffix(" exchange at 10% of the usual speed") in ("node1 and node2", "node2 and node1")
+    assert (found, pairs) == ([], ["node1 and node2 exchange at 10% of the usual speed"])
 
 
 def test_of_two_nodes_neither_can_be_blamed_for_their_link() -> None:

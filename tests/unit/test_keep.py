@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint import format, keep
+from hpctrain.cluster import aside
 from hpctrain.errors import CheckpointError, IncompleteError
 
 
@@ -136,7 +137,7 @@ def test_files_aside_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path)
     }
     for name in names.values():
         (tmp_path / name).write_text("half")
-    long_ago = time.time() - keep.STALE_SECONDS - 60
+    long_ago = time.time() - aside.STALE_SECONDS - 60
     for key in ("elsewhere, long ago", "mine, long ago"):
         os.utime(tmp_path / names[key], (long_ago, long_ago))
     keep.sweep(tmp_path, keep.listing(tmp_path))

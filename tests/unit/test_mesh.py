@@ -161,3 +161,22 @@ def test_a_mesh_that_cannot_be_is_refused_with_the_reason(case):
     with pytest.raises(PlanError) as caught:
         wrong()
     assert str(caught.value) == message
+
+
+@PROPERTY
+@given(meshes(), st.randoms(use_true_random=False))
+def test_a_mesh_among_members_has_each_of_them_where_its_rank_is(mesh, random):
+    members = list(range(mesh.ranks_total))
+    random.shuffle(members)
+    among = mesh.among(members)
+    assert [among.coord(place) for place in range(len(members))] == [mesh.coord(rank) for rank in members]
+
+
+def test_members_with_numbers_of_another_job_are_called_by_their_places():
+    mesh = Mesh((("dp", 4),), (2, 0, 3, 1))
+    assert mesh.among((8, 9, 10, 11)) == mesh.among(()) == mesh
+
+
+def test_a_group_in_mesh_order_sees_a_mesh_without_an_order():
+    mesh = Mesh((("dp", 2), ("tp", 2)), (2, 0, 3, 1))
+    assert mesh.among(mesh.ranks(0, "dp", "tp")) == Mesh(mesh.axes)

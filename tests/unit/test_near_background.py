@@ -213,3 +213,18 @@ def test_a_training_loop_says_what_was_saved_near_and_what_was_not(
     ]  # fmt: skip
     assert ("step 4 was not saved near: " in caplog.text) == full
     assert cluster.resume() == 7
+
+
+@pytest.mark.parametrize("whole", [2, 5], ids=["older", "of the same step"])
+def test_a_run_that_went_on_from_a_near_one_knows_it_and_can_leave_a_whole_one(cluster: Cluster, whole: int):
+    def act(point: Checkpoint, rank: int) -> bool:
+        state = states.blank(LAYOUTS, point.mesh, rank)
+        near = point.resume(state) == 5 and point.resumed_near
+        with Saver(point, state, {}, print) as saver:
+            saver.step(5, last=True)
+        return near
+
+    cluster.save(whole, 5, whole=[whole])
+    assert cluster.each(act) == [whole != 5] * 4
+    assert not any(cluster.disks.rglob("step-*"))
+    assert cluster.resume(near=None, near_every=0) == 5

@@ -46,6 +46,13 @@ def test_any_number_of_micro_batches_goes_through_as_on_one_rank(schedule: str, 
     compare(config_of(schedule, 4, microbatches))
 
 
+@pytest.mark.parametrize("schedule", EVERY)
+def test_experts_and_their_balance_go_through_as_on_one_rank(schedule: str) -> None:
+    kind = ("none", "full")[EVERY.index(schedule) % 2]
+    experts = ("model.family=mixtral", "model.experts=4", "model.balance_loss=0.5", f"train.recompute={kind}")
+    compare(config_of(schedule, 2, 3, *experts))
+
+
 @pytest.mark.parametrize(("chunks", "group"), [(1, 2), (2, 3), (2, 7), (3, 5)])
 def test_groups_and_chunks_of_any_size_are_as_one_rank(chunks: int, group: int) -> None:
     own = (f"parallel.chunks={chunks}", f"parallel.group={group}", f"model.layers={2 * chunks}")

@@ -151,6 +151,7 @@ def test_the_plan_is_shown_in_lines_that_say_what_and_why() -> None:
     assert lines[4:] == [
         "because   every rank takes other samples: dp = 4",
         "because   train.batch = 8 over dp = 4, 1 at once, is 2 micro-batches a rank",
+        "because   ranks along dp are on several nodes; 135.0 KiB a step cross nodes, in the order given",
     ]
     assert "is 1 micro-batch a rank" in plan(batch=4, microbatch=1).show()
 
@@ -159,7 +160,7 @@ def test_the_plan_as_json_is_plain_and_gives_its_parts_back() -> None:
     found = decide(config(), TWO_NODES, 300)
     value = json.loads(json.dumps(found.to_json()))
     assert Mesh.from_json(value["mesh"]) == found.mesh
-    assert Topology.from_json(value["hosts"]) == found.topology
+    assert Topology.from_json(value["topology"]) == found.topology
     assert Schedule.from_json(value["schedule"]) == found.schedule
     assert value["shape"] | {"bias": tuple(value["shape"]["bias"])} == vars(found.shape)
     assert value["parameters"] == sum(w.size for w in weights(found.shape))

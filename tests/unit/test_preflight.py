@@ -16,9 +16,10 @@ from hpctrain.cluster import hear as hearing
 from hpctrain.cluster import slurm
 from hpctrain.cluster.checks import CHECKS, Asked, examine
 from hpctrain.cluster.hear import Heard, hear
-from hpctrain.cluster.judge import DOING, Answer
+from hpctrain.cluster.judge import DOING, Answer, Finding, choose
 from hpctrain.cluster.links import Pair
-from hpctrain.cluster.preflight import Start, answer_of, ask, linked, members, write
+from hpctrain.cluster.preflight import Outcome, Start, answer_of, ask, linked, members, write
+from hpctrain.errors import NodesError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs/tiny.toml"
@@ -193,6 +194,13 @@ def test_nobody_is_blamed_when_mpi_does_not_start() -> None:
     assert refused.notes == ("the links between nodes were not measured: MPI is alone",)
 
 
+def test_a_node_that_is_lost_between_the_two_steps_is_named() -> None:
+    errors = "srun: error: Task launch for StepId=1.1 failed on node node2: Communication connection failure\n"
+    found = linked(ALL, Heard([line("node1", "here"), line("node3", "here")], errors, late=False))
+    assert list(found.answers) == ["node2"]
+    assert found.answers["node2"].errors["here"].startswith("did not come to meet the others through MPI (srun: error")
+
+
 def test_of_two_that_wait_for_each_other_the_pair_is_told_and_later_rounds_are_not() -> None:
     hung = [("node1", 1, "node2"), ("node2", 1, "node1"), ("node3", 2, "node1")]
     lines = [line(node, "hangs", round=number, partner=partner) for node, number, partner in hung]
@@ -214,9 +222,9 @@ def test_those_that_srun_ended_with_an_unreachable_node_are_asked_again(tmp_path
     """An srun that ends all tasks as one node cannot be reached, as Slurm's own does after ten seconds."""
     good, cut = ("\n".join(map(json.dumps, lines)) for lines in (told("node1") + told("node3"), told("node1")[:3]))
     (tmp_path / "srun").write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase "$*" in *node2*)\n'
-        f"cat <<END\n{cut}\n{json.dumps(line('node3', 'here'))}\nEND\n"
-        "echo 'srun: error: Task launch failed on node node2: Communication connection failure' >&2; exit 1;;\nesac\n"
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase "$*" in *node2*)\ncat <<END\n{cut}\nEND\n'
+        "echo 'srun: error: Task launch failed on node node2: Communication connection failure' >&2\n"
+        "echo 'srun: error: node3: task 2: Killed' >&2; exit 1;;\nesac\n"
         f"cat <<END\n{good}\nEND\n"
     )
     (tmp_path / "srun").chmod(0o755)
@@ -267,6 +275,37 @@ def test_the_names_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write(tmp_path / "no folder/nodes", ["node1"])
     assert [path.name for path in tmp_path.iterdir()] == ["nodes"]
+
+
+def outcome(found: list[Finding], wanted: int) -> Outcome:
+    names = ("node1", "node2", "node3", "node4")
+    try:
+        choice, error = choose(names, found, wanted), None
+    except NodesError as told:
+        choice, error = None, told
+    return Outcome(names, wanted, tuple(map(Answer, names)), (), tuple(found), ("a note",), choice, error, 9.4)
+
+
+def test_the_outcome_is_told_as_a_table_sentences_and_a_summary() -> None:
+    lines = outcome([Finding("node2", "is cold", broken=True), Finding("node4", "is slow")], 2).show().splitlines()
+    assert [line.split()[-1] for line in lines[1:5]] == ["trains", "broken", "trains", "slow"]
+    assert lines[6:] == [
+        "node2 is cold: left out; node3, a spare, takes its place",
+        "node4, a spare, is slow: left out",
+        "a note",
+        "checked 4 nodes in 9 s; 2 train: node1, node3",
+    ]
+    assert outcome([], 3).show().splitlines()[-1] == (
+        "checked 4 nodes in 9 s; 3 train: node1, node2, node3; spare: node4"
+    )
+
+
+def test_where_too_few_can_train_the_table_says_which_are_good() -> None:
+    found = outcome([Finding("node2", "is cold", broken=True), Finding("node4", "is slow")], 4)
+    assert [line.split()[-1] for line in found.show().splitlines()[1:5]] == ["good", "broken", "good", "slow"]
+    assert found.to_json()["chosen"] is None
+    assert found.to_json()["findings"] == {"node2": ["is cold"], "node4": ["is slow"]}
+    assert json.loads(json.dumps(found.to_json()))["nodes"] == ["node1", "node2", "node3", "node4"]
 
 
 # ---- the command

@@ -173,10 +173,11 @@ def test_a_run_prepares_its_text_once_and_again_when_it_changes(tmp_path, folder
     assert texts(source.path) == ["the first", "the third é"]
     assert told.getvalue() == "prepare 100% of 0.0 MiB  2 documents  23 tokens\n"
     (folder / "a.txt").write_text("another first")
-    ready(config, tmp_path / "run", group)
-    assert texts(source.path)[0] == "another first"
-    ready(config.model_copy(update={"tokenizer": "bpe:260"}), tmp_path / "run", group)
-    assert describe(source.path).vocabulary == 260
+    (changed,) = ready(config, tmp_path / "run", group)
+    assert texts(changed.path)[0] == "another first"
+    assert texts(source.path)[0] == "the first"  # which a job that began before may still read
+    (cut,) = ready(config.model_copy(update={"tokenizer": "bpe:260"}), tmp_path / "run", group)
+    assert describe(cut.path).vocabulary == 260
 
 
 def test_a_run_with_sources_prepares_nothing(tmp_path):
@@ -208,3 +209,17 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch):
     with shown(stream) as tell:
         tell(Counter(bytes=101, documents=1234, tokens=99), 100)
     assert "━" in stream.getvalue() and "1,234 documents" in stream.getvalue()
+
+
+def test_whoever_is_heeded_between_rounds_may_end_the_work_and_nothing_is_left(tmp_path, request_all, monkeypatch):
+    monkeypatch.setattr(preparing, "ROUND_BYTES", 8)
+    asked = []
+
+    def heed() -> None:
+        asked.append(sorted(path.name for path in tmp_path.glob("out/*")))
+        if len(asked) == 3:
+            raise SystemExit(75)
+
+    with pytest.raises(SystemExit):
+        prepare(request_all, tmp_path / "out" / "pair", heed=heed)
+    assert asked[-1] != [] and list(tmp_path.glob("out/*")) == []

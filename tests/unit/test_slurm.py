@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.cluster.slurm import expand_counts, expand_nodes, expand_nodes_alone, fold_nodes, in_step, job
+from hpctrain.cluster.slurm import (
+    expand_counts,
+    expand_nodes,
+    expand_nodes_alone,
+    fold_nodes,
+    in_step,
+    job,
+    life,
+)
 from hpctrain.errors import LaunchError
 from tests.unit.slurm_dumps import SCENARIOS, dump, shells, tasks
 
@@ -205,3 +213,9 @@ def test_the_interactive_shell_of_salloc_is_no_task_though_it_has_a_step(step: s
 def test_a_number_that_is_none_is_named() -> None:
     with pytest.raises(LaunchError, match=r"SLURM_RESTART_COUNT = 'x' is not a number"):
         job({"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": "x"})
+
+
+def test_a_job_that_slurm_started_again_knows_which_life_it_is_in() -> None:
+    first, second = ({"SLURM_JOB_ID": "123", **more} for more in ({}, {"SLURM_RESTART_COUNT": "1"}))
+    assert life(second) == "life 2 (restart 1 of job 123)"
+    assert life(first) is life({}) is life(first | {"SLURM_RESTART_COUNT": "0"}) is None

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.deadline import Deadline
-from hpctrain.cluster.stop import NO_REQUEUE, SIGNALS, Flag, Stop, listening
+from hpctrain.cluster.jobs import NO_REQUEUE
+from hpctrain.cluster.stop import SIGNALS, Flag, Stop, listening
 from hpctrain.cluster.world import World
 from hpctrain.config import RunConfig
 from hpctrain.errors import EXIT_REQUEUE, ConfigError

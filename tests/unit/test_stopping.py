@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster.jobs import NO_REQUEUE, Handed
-from hpctrain.cluster.stop import STOP_FILE, listening
+from hpctrain.cluster.stop import STOP_FILE, Flag, listening
 from hpctrain.cluster.stopping import Stopped, ask_without_queue, stop
+from hpctrain.cluster.world import World
+from hpctrain.config import RunConfig
 from tests.support.queues import Queued, queued
 
 
@@ -24,8 +26,9 @@ def test_a_job_that_runs_is_asked_by_a_file_and_is_not_requeued(tmp_path: Path) 
     queue = Queued(queued("12"))
     assert stop(tmp_path, queue, handed("12"), now=False) == Stopped(asked=("12",))
     assert queue.cancelled == [] and files(tmp_path) == {STOP_FILE, NO_REQUEUE}
-    with listening(tmp_path) as asked:
-        assert asked()
+    with listening(RunConfig(dir=str(tmp_path)), World.of(None), Flag(())) as run:
+        assert run.agreed()
+    assert files(tmp_path) == {NO_REQUEUE}
 
 
 def test_a_job_that_is_killed_is_not_requeued_by_what_its_script_does_meanwhile(tmp_path: Path) -> None:

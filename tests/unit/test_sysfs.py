@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.cluster.cores import parse
-from hpctrain.cluster.sysfs import Near, near, spans
+from hpctrain.cluster.sysfs import Near, near, numa_domain, spans
 
 GPU = "0000:c1:00.0"
 Tree = Callable[..., Path]
@@ -77,3 +77,15 @@ def test_a_machine_that_tells_nothing_gives_empty_answers(tmp_path: Path) -> Non
 @given(st.frozensets(st.integers(0, 300)))
 def test_what_is_listed_can_be_read_again(numbers: frozenset[int]) -> None:
     assert parse(spans(numbers)) == numbers
+
+
+@pytest.mark.parametrize(("cores", "domain"), [({0, 3}, 0), ({4, 12}, 1), ({3, 4}, None), ({99}, None), (set(), None)])
+def test_the_numa_domain_of_a_rank_is_the_one_that_has_all_its_cores(
+    cores: set[int], domain: int | None, tmp_path: Path
+) -> None:
+    assert numa_domain(cores, tmp_path) is None
+    for number, listed in enumerate(("0-3,8-11\n", "4-7,12-15\n")):
+        folder = tmp_path / f"devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(listed)
+    assert numa_domain(cores, tmp_path) == domain

@@ -22,6 +22,7 @@ from hpctrain.plan.mesh import Mesh
 from tests.support.tensors import Answers, Case, boxes, difference, distance, run
 
 GPT2, LLAMA, QWEN3 = (dict(family=family) for family in ("gpt2", "llama", "qwen3"))
+MIXTRAL = dict(family="mixtral", experts=4, mlp_width=24, balance_loss=0.5)
 SMOOTH, Z = dict(smoothing=0.1), dict(z_loss=0.01)
 
 CASES = {
@@ -42,6 +43,12 @@ CASES = {
     "odd mlp": Case(LLAMA | dict(mlp_width=37), terms=SMOOTH),
     "odd mlp with biases": Case(GPT2 | dict(mlp_width=41, dropout=0.2), rows=1),
     "fewer tokens than ranks": Case(LLAMA | dict(sequence=3, dropout=0.2), rows=1),
+    "experts": Case(MIXTRAL | dict(kv_heads=2)),
+    "experts, tokens whole": Case(MIXTRAL | dict(dropout=0.2), sequence=False, terms=Z),
+    "experts, three of eight": Case(MIXTRAL | dict(experts=8, experts_per_token=3, kv_heads=1, tied=True)),
+    "experts, fewer tokens than ranks": Case(MIXTRAL | dict(sequence=3, experts_per_token=1), rows=1),
+    "experts, recomputed": Case(MIXTRAL, recompute="full", documents=True, first=True),
+    "experts, laid aside": Case(MIXTRAL | dict(dropout=0.2), sequence=False, recompute="offload"),
     "recomputed": Case(GPT2 | dict(dropout=0.2), recompute="full", documents=True),
     "recomputed, told before": Case(LLAMA | dict(dropout=0.2), recompute="every:2", first=True),
     "recomputed attention": Case(LLAMA | dict(kv_heads=2), recompute="selective", first=True),
@@ -84,7 +91,7 @@ def test_they_do_so_in_single_precision(knobs: dict, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=str)
+@pytest.mark.parametrize("family", [GPT2, LLAMA, MIXTRAL | dict(experts_per_token=4)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "fp8"),
     [(torch.bfloat16, "none"), (torch.float16, "none"), (torch.float32, "tensor"), (torch.float32, "block")],
@@ -102,7 +109,7 @@ def test_short_formats_are_no_further_from_the_truth_than_on_one_rank(
 
 
 @pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("knobs", [GPT2 | dict(kv_heads=1, tied=False), LLAMA, QWEN3], ids=str)
+@pytest.mark.parametrize("knobs", [GPT2 | dict(kv_heads=1, tied=False), LLAMA, QWEN3, MIXTRAL], ids=str)
 def test_what_every_rank_has_whole_has_bit_for_bit_one_gradient(knobs: dict, sequence: bool) -> None:
     case = Case(knobs, sequence, dtype=torch.float32)
     layouts, found = rules.layouts(case.shape, "float32"), answers(case, 4)
@@ -154,7 +161,7 @@ def test_a_block_keeps_the_published_bytes(sequence: bool, apart: int, ranks: in
 
 
 @every_rank
-@pytest.mark.parametrize("knobs", [GPT2 | dict(kv_heads=1), LLAMA | dict(kv_heads=2, mlp_width=37)], ids=str)
+@pytest.mark.parametrize("knobs", [GPT2 | dict(kv_heads=1), LLAMA | dict(kv_heads=2, mlp_width=37), MIXTRAL], ids=str)
 def test_parameters_keep_their_names_and_have_the_shapes_and_numbers_of_their_boxes(knobs: dict, ranks: int) -> None:
     case = Case(knobs)
     whole, mesh = dict(case.whole().named_parameters()), Mesh(rules.axes(case.shape, ranks))
@@ -195,7 +202,7 @@ def on_meta(case: Case) -> Transformer:
 
 
 @pytest.mark.parametrize("make", [expanded, on_meta])
-@pytest.mark.parametrize("knobs", [GPT2, LLAMA], ids=str)
+@pytest.mark.parametrize("knobs", [GPT2, LLAMA, MIXTRAL], ids=str)
 def test_a_model_without_memory_is_changed_without_any(knobs: dict, make: Callable[[Case], Transformer]) -> None:
     case = Case(knobs)
 
@@ -229,6 +236,13 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do() -> None
     with pytest.raises(PlanError, match="parallel.tp = 3 does not fit a model of 4 heads") as told:
         run(Case(GPT2), 2, lambda group, copies: rules.check(Case(GPT2).shape, 3))
     assert "one of 1, 2, 4" in told.value.mend
+
+
+def test_experts_that_do_not_divide_are_refused_with_the_numbers_of_ranks_that_do() -> None:
+    shape = Case(MIXTRAL | dict(experts=6)).shape
+    with pytest.raises(PlanError, match="parallel.tp = 4 does not fit .* 4 of keys and values, 6 experts\n") as told:
+        rules.check(shape, 4)
+    assert "whole experts" in told.value.why and told.value.mend == "set parallel.tp to one of 1, 2"
 
 
 def test_copies_of_a_head_without_their_group_are_refused_with_their_mend() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.config import ModelConfig
 from hpctrain.errors import ConfigError
+from hpctrain.plan.rules import RULES
 from hpctrain.plan.weights import FAMILIES, ModelShape, block, flops_per_token, parameters, weights
 
 GPT2 = ModelConfig(family="gpt2", layers=12, width=768, heads=12, sequence=1024)
@@ -34,6 +35,9 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         sequence=draw(st.integers(1, 16)),
         tied=draw(st.sampled_from([None, True, False])),
     )
+    if FAMILIES[config.family].experts[0]:
+        experts = draw(st.integers(1, 5))
+        config = config.model_copy(update={"experts": experts, "experts_per_token": draw(st.integers(1, experts))})
     return ModelShape.of(config, draw(st.integers(1, 40)))
 
 
@@ -54,6 +58,38 @@ QWEN3 = ModelConfig(
 def test_qwen_2_7b_and_qwen_3_0_6b_have_the_parameters_of_the_published_models():
     assert parameters(ModelShape.of(QWEN2, 152064)) == 7_615_616_512
     assert parameters(ModelShape.of(QWEN3, 151936)) == 596_049_920
+
+
+MIXTRAL = ModelConfig(
+    family="mixtral", layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, sequence=32768, rope_base=1e6
+)
+
+
+def test_mixtral_8x7b_has_the_parameters_of_the_published_model_and_the_work_of_two_experts():
+    shape = ModelShape.of(MIXTRAL, 32000)
+    assert (shape.experts, shape.experts_per_token) == (8, 2)
+    assert parameters(shape) == 46_702_792_704
+    # 12.9 billion of them have to do with a token; its own vector, and the norms, take no product.
+    used = 12_879_925_248 - 32000 * 4096 - 65 * 4096
+    assert flops_per_token(shape) == 6 * used + 12 * 32 * 4096 * 32768
+
+
+def test_experts_are_stacked_and_the_router_has_a_row_for_each():
+    found = {w.name.removeprefix("blocks.0.mlp."): w.shape for w in block(ModelShape.of(MIXTRAL, 32000), 0)}
+    assert found["router.weight"] == (8, 4096)
+    assert found["gate.weight"] == found["up.weight"] == found["down.weight"] == (8, 14336, 4096)
+
+
+def test_experts_of_a_family_that_has_none_are_refused_with_their_mend():
+    with pytest.raises(ConfigError, match='model.experts = 4 with model.family = "llama"') as told:
+        ModelShape.of(ModelConfig(family="llama", experts=4), 257)
+    assert told.value.mend == 'set model.family to "mixtral", or leave model.experts out'
+
+
+def test_a_token_that_would_go_to_more_experts_than_there_are_is_refused_with_its_mend():
+    with pytest.raises(ConfigError, match="model.experts_per_token = 3 is more than model.experts = 2") as told:
+        ModelShape.of(ModelConfig(family="mixtral", experts=2, experts_per_token=3), 257)
+    assert told.value.mend == "set model.experts_per_token to 2 or less, or model.experts to 3 or more"
 
 
 def test_heads_may_have_dimensions_of_their_own_number():
@@ -104,13 +140,13 @@ def test_each_dim_name_has_one_size_through_the_whole_model(shape):
 
 @given(shapes())
 def test_a_dim_that_may_be_cut_is_always_the_first(shape):
-    assert all(weight.dims[1:] in ((), ("width",)) for weight in weights(shape))
+    assert all(not RULES.keys() & set(weight.dims[1:]) for weight in weights(shape))
 
 
 @given(shapes())
 def test_vectors_start_constant_without_decay_and_matrices_start_random_with_it(shape):
     for weight in weights(shape):
-        assert weight.decay == (len(weight.shape) == 2) == (weight.std > 0)
+        assert weight.decay == (len(weight.shape) > 1) == (weight.std > 0)
         assert weight.mean == (1.0 if weight.name.endswith("norm.weight") else 0.0)
 
 

@@ -186,11 +186,14 @@ class Priced(nn.Module):
         super().__init__()
         self.head = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
-    def frame(self, *micro_batch: object) -> None:
+    def frame(self, *micro_batch: object, balanced: bool) -> None:
         return None
 
     def through(self, span: Span, tokens: Tensor, frame: None) -> Tensor:
         return tokens
+
+    def imbalance(self, frame: None) -> None:
+        """It has no experts."""
 
     def price(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         counts = targets != IGNORE
