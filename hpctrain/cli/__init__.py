@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from hpctrain import __version__
-from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, machines, plan, preflight, queue, train
+from hpctrain.cli import bench, ckpt, data, doctor, draw, knobs, machines, plan, preflight, queue, submit, train
 from hpctrain.errors import HpctrainError
 
 GRACE_SECONDS = 2.0
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
+app.command("submit")(submit.submit)
 app.command("knobs")(knobs.knobs)
 app.command("machines")(machines.machines)
 app.command("doctor")(doctor.doctor)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import datetime
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from hpctrain.config.section import Auto, Section
+
+
+def _time(value: Any) -> Any:
+    """What TOML makes of a time without quotes: a time of day where it has three parts, a number where it has one."""
+    return str(value) if isinstance(value, datetime.time | int) and not isinstance(value, bool) else value
 
 
 class JobConfig(Section):
@@ -18,17 +25,17 @@ class JobConfig(Section):
     nodes: int = Field(1, ge=1)
     """Nodes that train."""
     spares: int = Field(0, ge=0)
-    """Nodes beyond those, which take the place of slow or broken ones that the check at the start finds."""
-    tasks_per_node: int | Auto = Field("auto", ge=1)
-    """Ranks on each node; ``auto`` is one for each of its devices."""
-    cpus_per_task: int | Auto = Field("auto", ge=1)
-    """Cores of each rank; ``auto`` shares the node's usable ones."""
+    """Nodes beyond those, which take the place of slow or broken ones that the check at the start finds; with srun."""
+    tasks_per_node: int | Auto = "auto"
+    """Ranks on each node; ``auto`` is one for each of the machine's devices."""
+    cpus_per_task: int | Auto = "auto"
+    """Processors of each rank, as the batch system counts them; ``auto`` shares the node's usable ones."""
     bind_cores: bool = True
     """Whether a rank with a device keeps to the cores nearest it, as far as the launcher lets it use them."""
     memory: str | None = None
     """Memory of a node, such as ``480G``; the machine's habit when not given."""
-    time: str = Field("1:00:00", pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")
-    """Longest time of one life of the job: ``minutes``, ``h:mm:ss`` or ``days-hours``."""
+    time: Annotated[str, BeforeValidator(_time)] = Field("1:00:00", pattern=r"^(\d+-)?\d+(:\d\d:\d\d)?$")
+    """Longest time of one life of the job: minutes, ``h:mm:ss``, ``days-hours`` or ``days-h:mm:ss``."""
     account: str | None = None
     """Who pays."""
     partition: str | None = None
@@ -40,9 +47,11 @@ class JobConfig(Section):
     reservation: str | None = None
     """A reservation to run in."""
     signal_seconds: int = Field(120, ge=0, le=65535)
-    """How long before the time limit the batch system warns the run, which minds its time by itself too; 0 for not."""
+    """How long before the time limit the job is warned, so that it saves and stops; 0 for not. Slurm may do so up to a
+    minute earlier."""
     requeue: bool = True
-    """Whether a job that stopped before its last step goes back into the queue."""
+    """Whether a job that stopped before its last step goes back into the queue. A file ``no-requeue`` in the run's
+    folder keeps it out."""
     check: bool = True
     """Whether nodes, links and disk are checked before each start."""
     slow_compute: float = Field(0.8, ge=0, le=1)
@@ -56,7 +65,7 @@ class JobConfig(Section):
     setup: tuple[str, ...] = Field((), strict=False)
     """Lines of shell before the launch, such as the activation of a virtual environment."""
     environment: dict[str, str] = {}
-    """Variables to export; they win over the machine's."""
+    """Variables to export; they win over the machine's. ``$NAME`` in a value is filled in by the job."""
     launcher: Literal["auto", "srun", "mpirun"] = "auto"
     """What starts the ranks inside the job; ``auto`` is the machine's habit, or srun."""
     mpi: str | None = None
@@ -67,3 +76,10 @@ class JobConfig(Section):
     """Folders of the host that the container sees beside the run's own."""
     options: tuple[str, ...] = Field((), strict=False)
     """Further options for the batch system, each as it would stand after ``#SBATCH``."""
+
+    @field_validator("tasks_per_node", "cpus_per_task")
+    @classmethod
+    def _at_least_one(cls, value: int | Auto) -> int | Auto:
+        if value != "auto" and value < 1:
+            raise PydanticCustomError("at_least_one", "it should be at least 1")
+        return value

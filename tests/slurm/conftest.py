@@ -36,7 +36,7 @@ ENVIRONMENT = {
 class Batch:
     """A batch job that is over."""
 
-    id: int
+    id: int | str
     state: str
     exit_code: int
     output: str
@@ -81,8 +81,11 @@ class Cluster:
         text = f"#!/bin/bash\n{script}\n"
         return int(self.ask("sbatch", "--parsable", *options, text=text, env=self.environment(venv)))
 
-    def wait_for(self, job: int, timeout: float = 90) -> Batch:
-        """The end of a batch job. It is asked for: ``sbatch --wait`` looks so seldom that it costs ten seconds."""
+    def wait_for(self, job: int | str, timeout: float = 90) -> Batch:
+        """The end of a batch job, or of one of an array, such as ``12_0``.
+
+        It is asked for: ``sbatch --wait`` looks so seldom that it costs ten seconds.
+        """
         limit = time.monotonic() + timeout
         while (state := self.state(job)) not in OVER:
             if time.monotonic() > limit:
@@ -93,11 +96,11 @@ class Cluster:
         shown = self.ask("scontrol", "-o", "show", "job", str(job))
         return Batch(job, state, int(shown.split("ExitCode=")[1].split(":")[0]), self.output(job))
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         """Where a job stands, such as ``RUNNING``."""
         return self.ask("squeue", "-h", "-t", "all", "-o", "%T", "-j", str(job))
 
-    def output(self, job: int) -> str:
+    def output(self, job: int | str) -> str:
         """What a batch job printed so far."""
         path = self.folder / f"slurm-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
