@@ -171,9 +171,12 @@ class QueueContract:
         assert again.id == id and not again.over
 
     def test_nodes_and_partitions_are_those_of_the_cluster(self, queue: Queue) -> None:
-        nodes, (partition,) = queue.nodes(), queue.partitions()
+        nodes = queue.nodes()
+        debug, urgent = sorted(queue.partitions(), key=lambda partition: partition.name)
         assert [node.name for node in nodes] == ["node1", "node2", "node3", "node4"]
-        assert {(node.cpus, node.partitions, node.gres) for node in nodes} == {(16, ("debug",), "gpu:4")}
-        assert partition.name == "debug" and partition.is_default and partition.up
-        assert partition.nodes == ("node1", "node2", "node3", "node4")
-        assert (partition.max_nodes, partition.max_seconds) == (None, None)
+        told = {(node.cpus, tuple(sorted(node.partitions)), node.gres) for node in nodes}
+        assert told == {(16, ("debug", "urgent"), "gpu:4")}
+        assert (debug.name, debug.is_default, debug.up) == ("debug", True, True)
+        assert (urgent.name, urgent.is_default, urgent.up) == ("urgent", False, True)
+        assert debug.nodes == urgent.nodes == ("node1", "node2", "node3", "node4")
+        assert (debug.max_nodes, debug.max_seconds) == (None, None)

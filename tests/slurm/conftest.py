@@ -97,8 +97,8 @@ class Cluster:
         return Batch(job, state, int(shown.split("ExitCode=")[1].split(":")[0]), self.output(job))
 
     def state(self, job: int | str) -> str:
-        """Where a job stands, such as ``RUNNING``."""
-        return self.ask("squeue", "-h", "-t", "all", "-o", "%T", "-j", str(job))
+        """Where a job stands, such as ``RUNNING``; a heterogeneous one where its first part stands."""
+        return self.ask("squeue", "-h", "-t", "all", "-o", "%T", "-j", str(job)).partition("\n")[0]
 
     def output(self, job: int | str) -> str:
         """What a batch job printed so far."""

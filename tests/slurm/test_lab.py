@@ -58,7 +58,7 @@ def processes(word: str) -> list[str]:
 
 def test_the_cluster_has_the_nodes_processors_and_gpus_it_was_asked_for(up: Up) -> None:
     folder = up("--nodes", "3", "--cpus", "6", "--gpus", "2")
-    nodes = run("sinfo", "-hN", "-o", "%N %c %G", folder=folder).stdout.splitlines()
+    nodes = run("sinfo", "-hN", "-p", "debug", "-o", "%N %c %G", folder=folder).stdout.splitlines()
     assert nodes == [f"node{number} 6 gpu:2" for number in (1, 2, 3)]
     tasks = "srun", "-N3", "--ntasks-per-node=2", "--gpus-per-task=1"
     said = run(*tasks, "sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES", folder=folder).stdout.splitlines()
