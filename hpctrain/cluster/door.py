@@ -25,7 +25,7 @@ def check_size(launch: Launch, size: int, library: str, container: Container = O
         raise LaunchError(
             f"{launch.launcher} started {launch.size} ranks ({said}), but for MPI this process is alone",
             f"the MPI library ({name}) and the launcher speak no common PMI: {launch.size} separate runs would start",
-            _mend_in_container(launch) if container else _mend(launch),
+            _mend(launch) + (_mend_in_container(launch) if container else ""),
         )
     raise LaunchError(
         f"MPI counts {size} ranks, but {launch.launcher} says {said}",
@@ -74,13 +74,7 @@ def _mend(launch: Launch) -> str:
 
 
 def _mend_in_container(launch: Launch) -> str:
-    """The launcher is the host's, and the library mostly the image's own."""
+    """What else may be done where the launcher is the host's and the library mostly an image's own."""
     if launch.launcher == "srun":
-        return (
-            "give srun the --mpi of the library in the container: pmix (Open MPI) or pmi2 (MPICH, Intel MPI); where "
-            "srun --mpi=list has it not, build the image with the other library, or bind the host's in"
-        )
-    return (
-        "start the container by the host's mpirun of the same library and major version, as in mpirun -n N apptainer "
-        "exec IMAGE ..., or for the ranks of one node mpirun inside the container"
-    )
+        return "; or build the image with the library that srun can introduce, or bind the host's into the container"
+    return "; the host's mpirun starts the containers (mpirun -n N apptainer exec ...), of the same major version"

@@ -165,11 +165,16 @@ def test_the_images_own_mpi_on_a_slingshot_network_is_told(container: Container,
 @pytest.mark.parametrize(
     ("launcher", "mend"),
     [
-        ("srun", "give srun the --mpi of the library in the container: pmix (Open MPI) or pmi2"),
-        ("mpirun of Open MPI", "by the host's mpirun of the same library and major version"),
+        ("srun", "or build the image with the library that srun can introduce"),
+        ("mpirun of Open MPI", "the host's mpirun starts the containers"),
     ],
 )
 def test_ranks_of_a_container_that_are_each_alone_are_told_the_containers_mend(launcher: str, mend: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        door.check_size(Launch(launcher, size=4, sources=("RANK", "SIZE")), 1, "MPICH Version: 4.0.2", APPTAINER)
-    assert "this process is alone" in caught.value.what and mend in caught.value.mend
+    launch = Launch(launcher, size=4, sources=("RANK", "SIZE"))
+    with pytest.raises(LaunchError) as outside:
+        door.check_size(launch, 1, "MPICH Version: 4.0.2")
+    with pytest.raises(LaunchError) as inside:
+        door.check_size(launch, 1, "MPICH Version: 4.0.2", APPTAINER)
+    assert inside.value.what == outside.value.what and "this process is alone" in inside.value.what
+    assert inside.value.mend.startswith(outside.value.mend) and mend in inside.value.mend
+    assert mend not in outside.value.mend
