@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint import checksums, disk, format, inspect, keep, safetensors, sources, translate
-from hpctrain.checkpoint.carry import Move, Place, Source, carry
+from hpctrain.checkpoint.carry import Matrix, Move, Place, Source, carry
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.parts import Tell, quiet
 from hpctrain.checkpoint.save import sync_file
@@ -69,7 +69,7 @@ def export(
         if group.leads:  # without talking: after an error others may not answer
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    return _report(path, out, config, moves) | {"step": index.step, "files": list(files)}
+    return _report(path, out, config, wanted, moves) | {"step": index.step, "files": list(files)}
 
 
 def bring(
@@ -100,7 +100,7 @@ def bring(
     aside = Path(begun["aside"])
     try:
         placed = {slot["name"]: Place(aside, _slot(slot)) for slot in begun["slots"]}
-        moves = [Move(one, (found[one.name],), tuple(placed[_name(part)] for part in one.parts)) for one in wanted]
+        moves = [_inwards(some, found, placed) for some in hub.stacks(wanted)]
         sums = np.zeros(sum(slot.blocks for slot in slots), np.uint64)
         together(group, lambda: carry(moves, group.size, group.rank, tell, sums), f"writing {out}")
         sums = checksums.joined(sums, group)
@@ -109,7 +109,8 @@ def bring(
         if group.leads:
             aside.unlink(missing_ok=True)
         raise
-    return _report(folder, out, config, moves) | {"family": model.family, "config": str(out.with_suffix(".toml"))}
+    made = {"family": model.family, "config": str(out.with_suffix(".toml"))}
+    return _report(folder, out, config, wanted, moves) | made
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -167,18 +168,29 @@ def _files(wanted: Sequence[Theirs], slots: Mapping[str, Slot], limit: int, dtyp
 
 def _targets(wanted: Sequence[Theirs], found: Mapping[str, Source], dtype: str | None) -> list[Slot]:
     """The tensors of the checkpoint that is to be made, in the order of its file."""
-    made = [
-        Slot(_name(part), part.weight.shape, dtype or found[one.name].slot.dtype)
+    made = {
+        _name(part): Slot(_name(part), part.weight.shape, dtype or found[one.name].slot.dtype)
         for one in wanted
         for part in one.parts
-    ]
-    return sorted(made, key=lambda slot: (slot.nbytes >= format.ALIGN_FROM_BYTES, slot.name))
+    }
+    return sorted(made.values(), key=lambda slot: (slot.nbytes >= format.ALIGN_FROM_BYTES, slot.name))
 
 
 def _outwards(one: Theirs, places: Mapping[str, Place], aside: Path, target: Sequence[Any]) -> Move:
     file, slot = target
-    sources = tuple(places[_name(part)] for part in one.parts)
-    return Move(one, sources, (Place(aside / file, _slot(slot)),))
+    sources = (_source(places[_name(part)], part) for part in one.parts)
+    return Move(one.parts, tuple(sources), (Place(aside / file, _slot(slot)),))
+
+
+def _source(place: Place, part: hub.Part) -> Source:
+    return place if part.number is None else Matrix(place, part.number)
+
+
+def _inwards(some: Sequence[Theirs], found: Mapping[str, Source], placed: Mapping[str, Place]) -> Move:
+    """One tensor of theirs, or those of one of our stacks."""
+    parts = tuple(part for one in some for part in one.parts)
+    names = dict.fromkeys(_name(part) for part in parts)
+    return Move(parts, tuple(found[one.name] for one in some), tuple(placed[name] for name in names))
 
 
 def _name(part: hub.Part) -> str:
@@ -189,10 +201,12 @@ def _slot(told: dict[str, Any]) -> Slot:
     return Slot(**told | {"shape": tuple(told["shape"])})
 
 
-def _report(source: Path, out: Path, config: dict[str, Any], moves: Sequence[Move]) -> dict[str, Any]:
+def _report(
+    source: Path, out: Path, config: dict[str, Any], tensors: Sequence[Theirs], moves: Sequence[Move]
+) -> dict[str, Any]:
     total = sum(move.nbytes for move in moves)
     name = (config.get("architectures") or [config.get("model_type")])[0]
-    return {"from": str(source), "to": str(out), "architecture": name, "tensors": len(moves), "bytes": total}
+    return {"from": str(source), "to": str(out), "architecture": name, "tensors": len(tensors), "bytes": total}
 
 
 # ---- what the leading rank does alone --------------------------------------------------------------------------------

@@ -1,15 +1,17 @@
 """Hub: how Hugging Face names and keeps the weights of the models that we have, as a table.
 
 A tensor of theirs is some of our weights side by side in the last dim, each as it is or turned: GPT-2's maps are
-``[in, out]`` and its queries, keys and values one matrix; all maps of the others are ``[out, in]``. Rotary pairs are
-the same on both sides (``hpctrain.model.attention``), so no rows change places.
+``[in, out]`` and its queries, keys and values one matrix; all maps of the others are ``[out, in]``. Our experts are
+stacked, and each of theirs has tensors of its own. Rotary pairs are the same on both sides
+(``hpctrain.model.attention``), so no rows change places.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 
 from hpctrain.plan.layout import piece
@@ -20,7 +22,7 @@ from hpctrain.plan.weights import ModelShape, Weight, weights
 class Place:
     """Where one of our weights, or the vector and the matrix of one of our parts, is on their side."""
 
-    name: str  # {} stands for the layer
+    name: str  # {} stands for the layer, a second {} for the expert
     turned: bool = False  # whether their matrix is ours the other way round
 
 
@@ -35,15 +37,18 @@ class Naming:
 
 @dataclass(frozen=True)
 class Part:
-    """One of our weights in a tensor of theirs."""
+    """One of our weights in a tensor of theirs, or one matrix of a stack."""
 
     weight: Weight
     turned: bool
+    number: int | None = None
+    """Which matrix of the stack."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape on their side."""
-        return self.weight.shape[::-1] if self.turned else self.weight.shape
+        shape = self.weight.shape if self.number is None else self.weight.shape[1:]
+        return shape[::-1] if self.turned else shape
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,16 @@ LLAMA = Naming(
     },
     ignored=r"rotary_emb\.inv_freq$",
 )
+MIXTRAL = replace(
+    LLAMA,
+    places=LLAMA.places
+    | {
+        "mlp.router": Place("model.layers.{}.block_sparse_moe.gate"),
+        "mlp.gate": Place("model.layers.{}.block_sparse_moe.experts.{}.w1"),
+        "mlp.up": Place("model.layers.{}.block_sparse_moe.experts.{}.w3"),
+        "mlp.down": Place("model.layers.{}.block_sparse_moe.experts.{}.w2", turned=True),
+    },
+)
 TIED = "lm_head.weight"  # the embedding once more, in files of some releases
 
 
@@ -110,9 +125,16 @@ def tensors(naming: Naming, shape: ModelShape) -> tuple[Theirs, ...]:
     """Their tensors for all of our weights, in model order."""
     found: dict[str, list[Part]] = {}
     for weight in weights(shape):
-        name, turned = _place(naming, weight)
-        found.setdefault(name, []).append(Part(weight, turned))
+        for number in range(weight.shape[0]) if weight.dims[0] == "expert" else (None,):
+            name, turned = _place(naming, weight, number)
+            found.setdefault(name, []).append(Part(weight, turned, number))
     return tuple(Theirs(name, tuple(parts)) for name, parts in found.items())
+
+
+def stacks(wanted: Iterable[Theirs]) -> list[tuple[Theirs, ...]]:
+    """Those that are matrices of one of our stacks together, in order; each other one by itself."""
+    keys = groupby(wanted, key=lambda one: one.name if one.parts[0].number is None else one.parts[0].weight.name)
+    return [tuple(part) for _, part in keys]
 
 
 def headless(naming: Naming, wanted: Sequence[Theirs], names: Iterable[str]) -> tuple[Theirs, ...]:
@@ -156,13 +178,13 @@ def share(sizes: Sequence[int], ranks: int, rank: int) -> list[int]:
     return own
 
 
-def _place(naming: Naming, weight: Weight) -> tuple[str, bool]:
+def _place(naming: Naming, weight: Weight, number: int | None) -> tuple[str, bool]:
     """The name of their tensor, and whether our weight is turned in it."""
     layer, rest = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.*)", weight.name).groups()
     part, _, last = rest.rpartition(".")
     whole = naming.places.get(rest)
     place = whole or naming.places[part]
-    name = place.name.format(layer)
+    name = place.name.format(layer, number)
     return name if whole else f"{name}.{last}", place.turned and len(weight.shape) > 1
 
 

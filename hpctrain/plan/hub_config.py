@@ -41,9 +41,23 @@ LLAMA_KEYS = {
     "norm_epsilon": "rms_norm_eps",
     "init_std": "initializer_range",
 }
+MIXTRAL_KEYS = LLAMA_KEYS | {
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "balance_loss": "router_aux_loss_coef",
+}
 # What transformers takes where a file says nothing; a key that is not here must be there.
 GPT2_ABSENT = {"mlp_width": None, "dropout": 0.1, "tied": True, "norm_epsilon": 1e-5, "init_std": 0.02}
 LLAMA_ABSENT = {"kv_heads": None, "head_dim": None, "tied": False, "norm_epsilon": 1e-6, "init_std": 0.02}
+MIXTRAL_ABSENT = LLAMA_ABSENT | {
+    "kv_heads": 8,
+    "norm_epsilon": 1e-5,
+    "experts": 8,
+    "experts_per_token": 2,
+    "balance_loss": 0.001,
+    "rope_base": 1e6,
+    "window": None,
+}
 
 NO_BIAS = "our models of this family have no such biases"
 NEEDS = {  # their key -> the values that our models can do, and why no other; a key that is absent is one of them
@@ -55,6 +69,7 @@ NEEDS = {  # their key -> the values that our models can do, and why no other; a
     "attention_bias": ((False,), NO_BIAS),
     "mlp_bias": ((False,), NO_BIAS),
     "partial_rotary_factor": ((None, 1, 1.0), "our rotary positions turn all dimensions of a head"),
+    "router_jitter_noise": ((0, 0.0), "our router chooses without noise"),
     "quantization_config": ((None,), "its numbers are quantised, and ours are plain"),
 }
 
@@ -77,11 +92,11 @@ ARCHITECTURES = {  # of those of one family, the first is what we export
     "MistralForCausalLM": Architecture("llama", "mistral", hub.LLAMA, LLAMA_KEYS, LLAMA_ABSENT, window=True),
     "Qwen2ForCausalLM": Architecture("qwen2", "qwen2", hub.LLAMA, LLAMA_KEYS, LLAMA_ABSENT),
     "Qwen3ForCausalLM": Architecture("qwen3", "qwen3", hub.LLAMA, LLAMA_KEYS, LLAMA_ABSENT | {"head_dim": 128}),
+    "MixtralForCausalLM": Architecture("mixtral", "mixtral", hub.MIXTRAL, MIXTRAL_KEYS, MIXTRAL_ABSENT, window=True),
 }
-EXPERTS = "its feed-forward part is a choice of experts, and our models have none"
-REFUSED = dict.fromkeys(("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), EXPERTS)
-MISTRAL_WINDOW = 4096  # where a Mistral says nothing
-ROPE_BASE = 10000.0
+EXPERTS = "its experts are not Mixtral's, which are the only ones that our models have"
+REFUSED = dict.fromkeys(("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), EXPERTS)
+WINDOW, ROPE_BASE = 4096, 10000.0  # where a file, and ABSENT of its kind, say nothing
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
@@ -108,7 +123,7 @@ def ours(config: Mapping[str, Any], sequence: int | None = None) -> ModelConfig:
             raise _refused(key, config[key], why)
     found = {key: _value(config, row, key, name) for key, name in row.keys.items()} | {"family": row.family}
     found |= {"sequence": sequence or found["sequence"]} | (
-        _rope(config) if FAMILIES[row.family].positions == "rotary" else {}
+        _rope(config, row) if FAMILIES[row.family].positions == "rotary" else {}
     )
     model = parse({"model": {key: value for key, value in found.items() if value is not None}}).model
     _check_window(config, row, model.sequence)
@@ -145,7 +160,7 @@ def _value(config: Mapping[str, Any], row: Architecture, key: str, name: str) ->
 
 def _check_window(config: Mapping[str, Any], row: Architecture, sequence: int) -> None:
     used = row.window or config.get("use_sliding_window", False)
-    window = config.get("sliding_window", MISTRAL_WINDOW) if used else None
+    window = config.get("sliding_window", row.absent.get("window", WINDOW)) if used else None
     if window is not None and window < sequence:
         raise ConfigError(
             f"config.json: sliding_window = {window} is shorter than the sequence of {sequence} tokens",
@@ -154,10 +169,10 @@ def _check_window(config: Mapping[str, Any], row: Architecture, sequence: int) -
         )
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], row: Architecture) -> dict[str, Any]:
     told = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = told.get("rope_type", told.get("type", "default"))
-    base = told.get("rope_theta", config.get("rope_theta", ROPE_BASE))
+    base = told.get("rope_theta", config.get("rope_theta", row.absent.get("rope_base", ROPE_BASE)))
     values, why = NEEDS["partial_rotary_factor"]
     if told.get("partial_rotary_factor") not in values:
         raise _refused("partial_rotary_factor", told["partial_rotary_factor"], why)

@@ -16,7 +16,7 @@ from tests.support.runs import job, shared_folder, small_config, write_corpus
 pytestmark = pytest.mark.mpi(min_size=4)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "mixtral"])
 def test_a_run_that_starts_with_brought_weights_has_the_loss_that_they_had(
     family: str, comm: MPI.Comm, tmp_path: Path
 ) -> None:

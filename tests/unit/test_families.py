@@ -4,6 +4,7 @@ and go.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 3, tied": ("Qwen3", LLAMA | dict(head_dim=12, tie_word_embeddings=True)),
     "Mistral": ("Mistral", LLAMA | dict(sliding_window=None, head_dim=16)),
     "Mistral, a window that is long enough": ("Mistral", LLAMA | dict(sliding_window=LENGTH)),
+    "Mixtral": ("Mixtral", LLAMA | dict(num_local_experts=4)),
+    "Mixtral, tied, three of five": (
+        "Mixtral",
+        LLAMA | dict(num_local_experts=5, num_experts_per_tok=3, tie_word_embeddings=True, head_dim=16),
+    ),
 }  # fmt: skip
+IN_FP64 = dict(experts_implementation="eager")  # their grouped products are of shorter formats alone
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -60,7 +67,7 @@ def peer(name: str) -> nn.Module:
     kind, knobs = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**knobs)
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, **IN_FP64)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -83,6 +90,25 @@ def tokens() -> Tensor:
     return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
+def as_saved(theirs: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The gradients by the names of saved weights; in memory transformers stacks experts, gate and up in one."""
+    for name, parameter in theirs.named_parameters():
+        where, experts, kind = name.replace(".mlp.gate", ".block_sparse_moe.gate").partition(".mlp.experts.")
+        if not experts or type(theirs).__name__ != "MixtralForCausalLM":
+            yield name if type(theirs).__name__ != "MixtralForCausalLM" else where, parameter.grad
+            continue
+        for number, grad in enumerate(parameter.grad):
+            parts = dict(zip(("w1", "w3"), grad.chunk(2), strict=True)) if kind == "gate_up_proj" else {"w2": grad}
+            for part, own in parts.items():
+                yield f"{where}.block_sparse_moe.experts.{number}.{part}.weight", own
+
+
+def of_part(part: hub.Part, grad: Tensor) -> Tensor:
+    """Our gradient of a weight as their side has it."""
+    grad = grad if part.number is None else grad[part.number]
+    return grad.t() if part.turned else grad
+
+
 @every_model
 def test_logits_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path):
     theirs = peer(name)
@@ -98,10 +124,9 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name: str, tmp_path
     (loss / count).backward()
     expected.backward()
     naming = hub_config.ARCHITECTURES[type(theirs).__name__].naming
-    gradients = {key: value.grad for key, value in theirs.named_parameters()}
+    gradients = dict(as_saved(theirs))
     for one in hub.tensors(naming, model.shape):
-        found = [model.get_parameter(part.weight.name).grad for part in one.parts]
-        found = [grad.t() if part.turned else grad for grad, part in zip(found, one.parts, strict=True)]
+        found = [of_part(part, model.get_parameter(part.weight.name).grad) for part in one.parts]
         torch.testing.assert_close(torch.cat(found, -1), gradients[one.name], rtol=1e-4, atol=1e-6, msg=one.name)
 
 
@@ -119,6 +144,31 @@ def test_what_is_brought_and_exported_is_the_same_model_to_transformers(name: st
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     torch.testing.assert_close(again(tokens()).logits, theirs(tokens()).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_a_layers_balance_loss_is_that_of_transformers(tmp_path: Path):
+    """Of one layer: transformers adds the layers' shares and probabilities up before it multiplies them."""
+    knobs = LLAMA | dict(num_hidden_layers=1, num_local_experts=4, router_aux_loss_coef=0.7, output_router_logits=True)
+    torch.manual_seed(1)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**knobs), **IN_FP64)
+    theirs.save_pretrained(tmp_path / "theirs")
+    bring(tmp_path / "theirs", tmp_path / "ours.h5", SoloGroup())
+    model, theirs = ours(tmp_path / "ours.h5").double(), theirs.double()
+    loss, count = model.loss(tokens()[:, :-1], tokens()[:, 1:], balanced=True)
+    plain, _ = model.loss(tokens()[:, :-1], tokens()[:, 1:])
+    # Theirs moves the targets itself, and the last token, which has none, counts in the balance.
+    expected = theirs(input_ids=tokens()[:, :-1], labels=tokens()[:, :-1]).aux_loss
+    torch.testing.assert_close((loss - plain) / count, 0.7 * expected, rtol=1e-6, atol=0, check_dtype=False)
+    ((loss - plain) / count).backward()
+    (0.7 * expected).backward()
+    ours_grad, theirs_grad = (
+        one.get_parameter(name).grad
+        for one, name in (
+            (model, "blocks.0.mlp.router.weight"),
+            (theirs, "model.layers.0.mlp.gate.weight"),
+        )
+    )
+    torch.testing.assert_close(ours_grad, theirs_grad, rtol=1e-4, atol=1e-7)
 
 
 def test_a_model_of_bf16_stays_one(tmp_path: Path):

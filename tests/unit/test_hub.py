@@ -29,6 +29,7 @@ MODELS = {
     "llama, stretched": model_of(family="llama", rope_scaling=(8, 1, 4, 8192), tied=True),
     "qwen2": model_of(family="qwen2", kv_heads=1, init_std=0.01),
     "qwen3": model_of(family="qwen3", head_dim=10, kv_heads=2, vocabulary=VOCABULARY),
+    "mixtral": model_of(family="mixtral", kv_heads=2, experts=3, experts_per_token=1, balance_loss=0.1),
 }
 SOLO = SoloGroup()
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -61,6 +62,19 @@ def test_what_is_exported_comes_back_bit_for_bit_with_its_model(name: str, dtype
     assert back == shape
 
 
+def test_each_expert_has_tensors_of_its_own(tmp_path: Path):
+    source = saved(tmp_path / "run", MODELS["mixtral"])
+    export(source, tmp_path / "hf", SOLO)
+    theirs, ours = load_file(tmp_path / "hf/model.safetensors"), read(source)
+    name, mlp = "model.layers.1.block_sparse_moe", "model/blocks.1.mlp"
+    assert torch.equal(theirs[f"{name}.gate.weight"], ours[f"{mlp}.router.weight"])
+    for expert in range(3):
+        for part, own in (("w1", ours[f"{mlp}.gate.weight"]), ("w3", ours[f"{mlp}.up.weight"])):
+            assert torch.equal(theirs[f"{name}.experts.{expert}.{part}.weight"], own[expert])
+        assert torch.equal(theirs[f"{name}.experts.{expert}.w2.weight"], ours[f"{mlp}.down.weight"][expert].t())
+    assert len(theirs) == 3 + 2 * (7 + 3 * 3)
+
+
 def test_the_library_of_the_format_reads_what_is_exported(tmp_path: Path):
     source = saved(tmp_path / "run", MODELS["gpt2"])
     export(source, tmp_path / "hf", SOLO)
@@ -75,7 +89,7 @@ def test_the_library_of_the_format_reads_what_is_exported(tmp_path: Path):
     assert len(theirs) == 2 + 2 * 12 + 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixtral"])
 def test_any_number_of_ranks_makes_the_same_files(name: str, tmp_path: Path):
     source = saved(tmp_path / "run", MODELS[name])
 
@@ -112,25 +126,28 @@ def test_blocks_of_rows_make_the_same_files(name: str, tmp_path: Path, monkeypat
     assert (tmp_path / "rows.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_imported_has_the_checksums_of_its_bytes(ranks: int, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(("ranks", "experts"), [(1, False), (3, False), (3, True)])
+def test_what_is_imported_has_the_checksums_of_its_bytes(ranks: int, experts: bool, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(carry, "BUFFER_BYTES", 100_000)  # no multiple of a block
-    source = saved(tmp_path / "run", model_of(width=300, mlp_width=500, heads=4))
+    mixtral = dict(family="mixtral", heads=2, experts=2, experts_per_token=1) if experts else {}
+    source = saved(tmp_path / "run", model_of(**dict(width=300, mlp_width=500, heads=4) | mixtral))
     back = tmp_path / "back.h5"
     export(source, tmp_path / "hf", SOLO)
     threads.run(ranks, lambda group: bring(tmp_path / "hf", back, group))
     index = read_index(back)
     assert verify(back, index, SOLO) == []
-    assert max(slot.blocks for slot in index.slots) == 3
+    assert max(slot.blocks for slot in index.slots) == (5 if experts else 3)
     for slot in index.slots:
         flip(back, slot.offset + slot.nbytes - 1)
     assert [damage.tensor for damage in verify(back, index, SOLO)] == sorted(slot.name for slot in index.slots)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_damaged_checkpoint_is_not_exported(ranks: int, tmp_path: Path):
-    source = saved(tmp_path / "run", MODELS["gpt2"])
-    slot = next(slot for slot in read_index(source).slots if slot.name == "model/blocks.1.attention.key.weight")
+@pytest.mark.parametrize(
+    ("ranks", "model", "weight"), [(1, "gpt2", "attention.key"), (3, "gpt2", "attention.key"), (1, "mixtral", "mlp.up")]
+)
+def test_a_damaged_checkpoint_is_not_exported(ranks: int, model: str, weight: str, tmp_path: Path):
+    source = saved(tmp_path / "run", MODELS[model])
+    slot = next(slot for slot in read_index(source).slots if slot.name == f"model/blocks.1.{weight}.weight")
     flip(source, slot.offset + 8)
 
     def attempt(group: Group) -> str:
@@ -162,9 +179,13 @@ print(resident("VmHWM") - before)
 """
 
 
-def test_a_tensor_and_a_buffer_are_in_memory_at_a_time(tmp_path: Path):
-    saved(tmp_path / "small", model_of())
-    source = saved(tmp_path / "run", model_of(layers=12, width=512, mlp_width=2048))
+LARGE = {"gpt2": dict(layers=12), "mixtral": dict(family="mixtral", layers=1, experts=12)}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_tensor_or_an_expert_and_a_buffer_are_in_memory_at_a_time(name: str, tmp_path: Path):
+    saved(tmp_path / "small", MODELS[name])
+    source = saved(tmp_path / "run", model_of(**dict(width=512, mlp_width=2048) | LARGE[name]))
     words = [sys.executable, "-c", MEASURE, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     largest, buffers = 2048 * 512 * 4, 2 * carry.BUFFER_BYTES + 4 * disk.CHUNK

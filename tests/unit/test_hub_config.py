@@ -49,6 +49,10 @@ QWEN3_06B = QWEN2_05B | dict(
     max_position_embeddings=40960, num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8,
     sliding_window=None,
 )  # fmt: skip
+MIXTRAL_8X7B = MISTRAL_7B | dict(
+    architectures=["MixtralForCausalLM"], rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2,
+    output_router_logits=False, router_aux_loss_coef=0.02, sliding_window=None,
+)  # fmt: skip
 PUBLISHED = {  # with the number of parameters that they are known to have
     "GPT-2": (GPT2, 124_439_808),
     "Llama 2 7B": (LLAMA_2_7B, 6_738_415_616),
@@ -56,6 +60,7 @@ PUBLISHED = {  # with the number of parameters that they are known to have
     "Mistral 7B": (MISTRAL_7B | dict(sliding_window=None), 7_241_732_096),
     "Qwen 2 0.5B": (QWEN2_05B, 494_032_768),
     "Qwen 3 0.6B": (QWEN3_06B, 596_049_920),
+    "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704),
 }
 every_model = pytest.mark.parametrize("name", PUBLISHED)
 
@@ -87,6 +92,8 @@ def test_the_keys_of_our_section_are_those_of_the_model():
         vocabulary=128256, tied=False, rope_base=500000.0, rope_scaling=(8.0, 1.0, 4.0, 8192), norm_epsilon=1e-5,
     )  # fmt: skip
     assert hub_config.ours(QWEN3_06B).head_dim == 128
+    mixtral = hub_config.ours(MIXTRAL_8X7B)
+    assert (mixtral.experts, mixtral.experts_per_token, mixtral.balance_loss, mixtral.rope_base) == (8, 2, 0.02, 1e6)
     assert hub_config.ours(GPT2).dropout == 0.1 and hub_config.ours(GPT2).tied
 
 
@@ -109,6 +116,12 @@ def test_the_section_is_toml_that_gives_the_model_again(name: str):
     assert parse(tomllib.loads(hub_config.toml(model))).model == model
 
 
+def test_what_a_mixtral_leaves_out_is_what_transformers_takes():
+    short = {key: value for key, value in MIXTRAL_8X7B.items() if not key.startswith(("num_", "ro", "rms", "sli"))}
+    found = hub_config.ours(short | dict(num_attention_heads=32, num_hidden_layers=32))
+    assert found == hub_config.ours(MIXTRAL_8X7B).model_copy(update={"balance_loss": 0.001})
+
+
 def test_a_window_is_no_matter_where_samples_are_no_longer():
     assert hub_config.ours(MISTRAL_7B, sequence=4096).sequence == 4096
     assert refused(MISTRAL_7B) == [
@@ -123,11 +136,11 @@ def test_a_window_is_no_matter_where_samples_are_no_longer():
     assert "sliding_window = 4096" in refused(unsaid)[0]
 
 
-def test_experts_and_unknown_architectures_are_refused():
+def test_other_experts_and_unknown_architectures_are_refused():
     choose = f"choose one of {', '.join(hub_config.ARCHITECTURES)}"
-    assert refused({"architectures": ["MixtralForCausalLM"]}) == [
-        "config.json: the architecture MixtralForCausalLM cannot be imported",
-        "its feed-forward part is a choice of experts, and our models have none",
+    assert refused({"architectures": ["Qwen3MoeForCausalLM"]}) == [
+        "config.json: the architecture Qwen3MoeForCausalLM cannot be imported",
+        "its experts are not Mixtral's, which are the only ones that our models have",
         choose,
     ]
     assert refused({"model_type": "bert"}) == [
@@ -150,6 +163,7 @@ def test_experts_and_unknown_architectures_are_refused():
         (LLAMA_31_8B, "rope_parameters", {"full_attention": {"rope_type": "default"}}),
         (QWEN3_06B, "attention_bias", True),
         (QWEN2_05B, "quantization_config", {"bits": 4}),
+        (MIXTRAL_8X7B, "router_jitter_noise", 0.1),
     ],
 )  # fmt: skip
 def test_what_our_models_do_not_compute_is_refused_with_its_reason(config: dict, key: str, value: Any):

@@ -155,7 +155,7 @@ def test_a_folder_without_a_config_or_with_one_that_is_no_json_is_refused(folder
 
 def test_an_unknown_architecture_is_refused_before_its_weights_are_looked_at(tmp_path: Path):
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf/config.json").write_text('{"architectures": ["MixtralForCausalLM"]}')
+    (tmp_path / "hf/config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
     assert "experts" in refused(tmp_path / "hf", ConfigError)[1]
 
 
