@@ -36,7 +36,7 @@ class ModelConfig(Section):
     """Experts that each token goes to; 2 when not given."""
     balance_loss: float = Field(0.02, ge=0.0)
     """What the balance loss of experts counts in the loss that is trained, not in validation: this times the mean
-    over blocks. It is ``experts_per_token`` where all get equally many tokens, and more where they do not."""
+    over blocks. It is ``experts_per_token`` where all are used alike, and more where some are preferred."""
     sequence: int = Field(256, ge=1)
     """Tokens in a sample."""
     vocabulary: int | Auto = "auto"

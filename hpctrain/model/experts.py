@@ -6,8 +6,8 @@ dropped: rows of tokens are sorted by expert, each expert has a run of them, whi
 multiplies each run with its expert's matrix.
 
 The balance loss (Fedus 2021, Switch Transformers, section 2.2) is the number of experts times the sum over them of
-their share of the tokens times their mean probability. It is smallest where all are used alike: as many as a token goes
-to. The shares have no gradient; so that of the probabilities is a number for each expert, the same for all tokens.
+their share of the tokens times their mean probability: K where all are used alike, and more where those that get more
+tokens are also more probable. Shares have no gradient; so that of the probabilities is one number for each expert.
 
 Dims: N tokens, D width, E experts, K experts of a token, S rows: a token has one for each of its experts that is here;
 I and O inputs and outputs of a product.

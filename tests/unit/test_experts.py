@@ -235,7 +235,7 @@ def test_the_balance_loss_is_experts_times_shares_times_probabilities() -> None:
     torch.testing.assert_close(balance.total(), expected, rtol=1e-12, atol=0)
 
 
-def test_it_is_as_many_as_a_token_goes_to_where_all_are_used_alike_and_more_elsewhere() -> None:
+def test_it_is_as_many_as_a_token_goes_to_where_all_are_used_alike_and_more_where_one_is_preferred() -> None:
     part = block(4, 1)
     part.norm.epsilon = 0.0
     with torch.no_grad():
