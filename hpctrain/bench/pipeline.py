@@ -207,7 +207,7 @@ class Part:
         """The part of a rank of ``scene``, with the weights of the first step; for our runner, or for a peer."""
         schedule = add_messages(make(kind, scene.group.size, scene.tokens.shape[0]))
         shape = replace(scene.shape, layers=schedule.stages) if scene.asleep else scene.shape
-        parts = spans(shape, schedule.stages, (1,) * schedule.stages if scene.asleep else None)
+        parts = spans(shape, schedule, (1,) * schedule.stages if scene.asleep else None)
         own = [parts[stage] for stage in _own(schedule, scene.group.rank)]
         model = Transformer(shape, own)
         for weight in mine(shape, own):

@@ -165,7 +165,7 @@ def decide(config: Config, topology: Topology, vocabulary: int) -> Plan:
     check(shape, config.parallel.tp)
     format, stage = Format.of(config.precision), STAGES[config.parallel.zero]
     schedule = pipeline(config, _microbatches(config, mesh.size(REPLICA, SHARD)))
-    parts = spans(shape, schedule.stages, config.parallel.layers_per_stage)
+    parts = spans(shape, schedule, config.parallel.layers_per_stage)
     homes = [tuple(parts[s] for s, home in schedule.home.items() if home == rank) for rank in range(config.parallel.pp)]
     units = tuple(cut(mine(shape, own), format.master, mesh, _alone(shape, homes)) for own in homes)
     given = config.parallel.gather_mib

@@ -1,8 +1,8 @@
 """Spans: which part of the model each stage of a pipeline has, as values.
 
 A stage has neighbouring blocks; the first one has the embedding too, and the last one the head. Where nobody says how
-many blocks each has, they are dealt out so that the dearest stage costs as little as can be: the head counts as the
-blocks that take as much computing, and the embedding, a lookup, as none.
+many blocks each has, they are dealt out (``deals``): the head counts as the blocks that take as much computing, and the
+embedding, a lookup, as none.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import PlanError
-from hpctrain.plan.layout import piece
+from hpctrain.plan.deals import deal
 from hpctrain.plan.weights import ModelShape, Weight, multiplied, weights
+from hpctrain.schedule.action import Schedule
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Span:
 TIED = "embed.tokens"  # the weight that a tied head uses
 
 
-def spans(shape: ModelShape, count: int, given: Sequence[int] | None = None) -> tuple[Span, ...]:
-    """The parts of ``count`` stages; ``given`` says how many blocks each has. Raises PlanError for what cannot be."""
-    layers = tuple(given) if given is not None else _balanced(shape, count)
+def spans(shape: ModelShape, schedule: Schedule, given: Sequence[int] | None = None) -> tuple[Span, ...]:
+    """The parts of a schedule's stages; ``given`` says how many blocks each has. PlanError for what cannot be."""
+    count, layers = schedule.stages, tuple(given) if given is not None else _dealt(shape, schedule)
     if len(layers) != count or sum(layers) != shape.layers or min(layers) < 1:
         raise PlanError(
             f"parallel.layers_per_stage = {list(layers)} for {count} stages and model.layers = {shape.layers}",
@@ -63,24 +64,16 @@ def mine(shape: ModelShape, parts: Sequence[Span]) -> tuple[Weight, ...]:
     return tuple(weight for weight in weights(shape) if any(part.has(weight.name, shape.tied) for part in parts))
 
 
-def _balanced(shape: ModelShape, count: int) -> tuple[int, ...]:
-    """Blocks of each stage; the last one has fewer, by what the head costs."""
+def _dealt(shape: ModelShape, schedule: Schedule) -> tuple[int, ...]:
+    """Blocks of each stage."""
+    count = schedule.stages
     if count > shape.layers:
         raise PlanError(
             f"a pipeline of {count} stages for model.layers = {shape.layers}",
             "each stage has at least one block",
             f"set parallel.pp times parallel.chunks to {shape.layers} or less, or model.layers to {count} or more",
         )
-    if count == 1:
-        return (shape.layers,)
-    head = _head_in_blocks(shape)
-
-    def dealt(last: int) -> tuple[int, ...]:
-        rest = [piece(shape.layers - last, count - 1, number) for number in range(count - 1)]
-        return (*(stop - start for start, stop in rest), last)
-
-    choices = [dealt(last) for last in range(1, shape.layers - count + 2)]
-    return min(choices, key=lambda layers: (max(*layers[:-1], layers[-1] + head), -layers[-1]))
+    return deal(shape.layers, _head_in_blocks(shape), schedule)
 
 
 def _head_in_blocks(shape: ModelShape) -> float:
