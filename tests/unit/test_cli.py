@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from hpctrain import __version__
-from hpctrain.cli import app, main
+from hpctrain.cli import app
 from hpctrain.config import knobs
 from hpctrain.data.tokens import Description
 from hpctrain.errors import CheckpointError, ConfigError, HpctrainError
@@ -26,19 +26,6 @@ def commands() -> list[tuple[str, ...]]:
     for name, command in get_command(app).commands.items():
         found += [(name,), *((name, under) for under in getattr(command, "commands", {}))]
     return found
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """``run("plan", "x.toml")`` gives the exit code, and what went to the two streams."""
-
-    def start(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hpctrain", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        return left.value.code, *capsys.readouterr()
-
-    return start
 
 
 @pytest.fixture

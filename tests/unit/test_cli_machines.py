@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from hpctrain.cli import machines as command
-from hpctrain.cli import main
 from hpctrain.plan.machines import VARIABLE, describe, find, names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,19 +19,6 @@ PAGE = ROOT / "docs/reference/machines.md"
 def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(ROOT)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """``run("machines", "lab")`` gives the exit code, and what went to the two streams."""
-
-    def start(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hpctrain", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        return left.value.code, *capsys.readouterr()
-
-    return start
 
 
 @pytest.fixture
