@@ -102,7 +102,7 @@ def test_a_run_is_looked_at_and_stopped_in_good_order_and_a_job_behind_it_does_n
 
     told = json.loads(hpctrain("status", "runs/tiny", "--json"))
     assert told["checkpoint"]["step"] == told["step"] == last
-    assert f"stopped after step {last}, as asked" in hpctrain("logs", "runs/tiny", "--job", id, "-n", "400")
+    assert f"stopped after step {last}: the file runs/tiny/stop;" in hpctrain("logs", "runs/tiny", "--job", id, "-n", "400")
 
 
 def test_a_run_is_followed_from_the_queue_to_its_end(hpctrain: Hpctrain, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_run_that_stopped_by_itself_goes_back_into_the_queue(hpctrain: Hpctrai
     """So that what keeps it from there after a cancel is the cancel."""
     id = hand_in(tmp_path)
     until(lambda: steps(tmp_path), "a step is made")
-    (tmp_path / "runs/tiny/stop").touch()
+    find_queue().signal(id, "USR1")
     until(lambda: find_queue().job(id).restarts == 1, "it is requeued")
     told = hpctrain("cancel", "runs/tiny", "--yes", "--now")
     assert f"job {id}: " in told
