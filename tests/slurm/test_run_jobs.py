@@ -102,7 +102,8 @@ def test_a_run_is_looked_at_and_stopped_in_good_order_and_a_job_behind_it_does_n
 
     told = json.loads(hpctrain("status", "runs/tiny", "--json"))
     assert told["checkpoint"]["step"] == told["step"] == last
-    assert f"stopped after step {last}: the file runs/tiny/stop;" in hpctrain("logs", "runs/tiny", "--job", id, "-n", "400")
+    output = hpctrain("logs", "runs/tiny", "--job", id, "-n", "400")
+    assert f"stopped after step {last}: the file runs/tiny/stop;" in output
 
 
 def test_a_run_is_followed_from_the_queue_to_its_end(hpctrain: Hpctrain, tmp_path: Path) -> None:
