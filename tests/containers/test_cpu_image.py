@@ -14,7 +14,6 @@ import pytest
 
 from hpctrain import __version__
 from tests.containers.conftest import DEFINITION, Family
-from tests.support.definition import read
 from tests.support.image import Image, dumped, listed
 from tests.support.jobs import ROOT, VENVS
 
@@ -174,8 +173,3 @@ def diagnosis(done) -> dict[str, tuple[object, str]]:
     """The facts of a report by their names: value and source."""
     assert done.returncode == 0, done.stderr
     return {fact["name"]: (fact["value"], fact["source"]) for fact in json.loads(done.stdout)["facts"]}
-
-
-def test_the_definition_gives_each_section_that_was_tried_here() -> None:
-    *_, last = read(DEFINITION.read_text())
-    assert all(last.script(name).strip() for name in ("post", "environment", "runscript", "test", "labels", "help"))
