@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from hpctrain.cluster.request import Request, Variable, clock
 from hpctrain.cluster.shell import command, export, joined, paragraph, value, word
-from hpctrain.errors import EXIT_REQUEUE
+from hpctrain.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE
 
 UNBOUND = ("--bind-to", "none")  # else Open MPI binds each rank to one core; MPICH takes the words too
 _GPUS = ("--gpus", "--gres", "-G")  # a machine that asks for its devices in another way
+ANSWER_SECONDS = 120  # for every node of a job to start a program
 AGAIN_AT_MOST = 3
 """How often in a row a job goes back into the queue because too few of its nodes were good."""
 
@@ -324,10 +325,27 @@ def _end(r: Request, system: System) -> str:
         return 'exit "$status"\n'
     return paragraph(
         f"{EXIT_REQUEUE}: the run stopped in good order before its last step, to be started again.",
+        *_lost(system),
         f"if [[ $status == {EXIT_REQUEUE} ]]; then",
         "    again",
         "fi",
         'exit "$status"',
+    )
+
+
+def _lost(system: System) -> tuple[str, ...]:
+    """Ranks may fail because of a lost node long before Slurm misses it, and then the job would just have failed."""
+    if system is not _SLURM:
+        return ()
+    every = ("timeout", str(ANSWER_SECONDS), "srun --mpi=none", '--nodes="$SLURM_JOB_NUM_NODES"')
+    every += ('--ntasks="$SLURM_JOB_NUM_NODES"', "--ntasks-per-node=1 --cpus-per-task=1 true")
+    known = " && ".join(f"$status != {code}" for code in (EXIT_DONE, EXIT_USAGE, EXIT_REQUEUE))
+    return (
+        "# So is one that failed while a node of the job does not answer any more, which Slurm may not know yet.",
+        command((f"if [[ {known} ]] && !", *every), end="; then"),
+        "    echo 'a node of the job does not answer' >&2",
+        f"    status={EXIT_REQUEUE}",
+        "fi",
     )
 
 

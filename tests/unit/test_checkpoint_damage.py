@@ -237,8 +237,8 @@ def test_bytes_of_a_shared_block_that_never_came_into_the_file_end_the_save(tmp_
     lost: dict[Path, int] = {}
     began = format.lay_out
 
-    def remember(path: Path, tensors, step: int, attributes):
-        placed = began(path, tensors, step, attributes)
+    def remember(path: Path, *rest):
+        placed = began(path, *rest)
         slot = next(slot for slot in placed if slot.name == name)
         lost[path] = slot.offset
         return placed

@@ -180,16 +180,19 @@ def test_a_value_with_quotes_and_blanks_is_one_word_for_the_batch_system() -> No
 
 STAND_INS = """
 srun() {{ {srun}; }}
+timeout() {{ {answers}; }}
 hpctrain() {{ {hpctrain}; }}
 scontrol() {{ echo "scontrol $*"; {scontrol}; }}
 SLURM_JOB_ID=7
 """
 
 
-def play(name: str, cwd: Path, srun: str = "exit 0", hpctrain: str = "true", scontrol: str = "true"):
+def play(
+    name: str, cwd: Path, srun: str = "exit 0", hpctrain: str = "true", scontrol: str = "true", answers: str = "true"
+):
     """Run a golden script's body in a folder that has the run's."""
     (cwd / "runs/tiny").mkdir(parents=True, exist_ok=True)
-    head = STAND_INS.format(srun=srun, hpctrain=hpctrain, scontrol=scontrol)
+    head = STAND_INS.format(srun=srun, hpctrain=hpctrain, scontrol=scontrol, answers=answers)
     return run_bash(head + text(REQUESTS[name]), cwd=cwd, SLURM_CPUS_PER_TASK="4")
 
 
@@ -197,6 +200,16 @@ def play(name: str, cwd: Path, srun: str = "exit 0", hpctrain: str = "true", sco
 def test_the_script_ends_as_the_launcher_did_and_only_75_is_put_back(status: int, said: str, tmp_path: Path) -> None:
     done = play("lab.sbatch", tmp_path, srun=f"exit {status}")
     assert (done.returncode, done.stdout, done.stderr) == (status, said, "")
+
+
+@pytest.mark.parametrize(("status", "back"), [(0, False), (1, True), (2, False), (75, True), (137, True)])
+def test_a_run_that_failed_while_a_node_does_not_answer_is_put_back(status: int, back: bool, tmp_path: Path) -> None:
+    asked = 'echo "$*" > asked; return 1'
+    done = play("lab.sbatch", tmp_path, srun=f"exit {status}", answers=asked)
+    assert done.stdout == "scontrol requeue 7\n" * back
+    assert done.returncode == (75 if back else status)
+    assert ("a node of the job does not answer" in done.stderr) == (status in (1, 137))
+    assert (tmp_path / "asked").exists() == (status in (1, 137))
 
 
 def test_a_file_no_requeue_keeps_the_job_out_of_the_queue(tmp_path: Path) -> None:

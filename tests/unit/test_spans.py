@@ -46,8 +46,8 @@ def test_a_head_that_costs_as_much_as_blocks_gets_fewer_of_them() -> None:
 def test_experts_cost_what_a_token_is_multiplied_with_and_not_what_they_weigh() -> None:
     # attention 4 x 32^2 + 2 x 32 x 16, router 64 x 32, two of 64 experts 2 x 3 x 32^2: 13312 as well
     experts = dict(family="mixtral", experts=64, experts_per_token=2, mlp_width=32)
-    assert [len(part.layers) for part in spans(shape(8, 416, **experts), 3)] == [3, 3, 2]
-    assert [len(part.layers) for part in spans(shape(9, 1248, **experts), 2)] == [6, 3]
+    assert [len(part.layers) for part in spans(shape(8, 416, **experts), pipe(3))] == [3, 3, 2]
+    assert [len(part.layers) for part in spans(shape(9, 1248, **experts), pipe(2))] == [6, 3]
 
 
 @pytest.mark.parametrize("given", [(1, 2), (2, 2, 1), (4, 0), (5, -1)])
