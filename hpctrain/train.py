@@ -46,6 +46,7 @@ from hpctrain.plan.machine import Machine
 from hpctrain.plan.machines import named
 from hpctrain.plan.plan import Plan, decide, lay
 from hpctrain.plan.rules import COPY, TENSOR
+from hpctrain.plan.topology import Topology
 from hpctrain.plan.units import PIPE, REPLICA, SHARD, STAGES
 from hpctrain.plan.weights import flops_per_token
 from hpctrain.precision.fp8 import in_fp8
@@ -60,15 +61,13 @@ def train(config: Config, world: World, stop: Stop) -> int:
 
     When ``stop`` says so it ends early: with a checkpoint, or before the first step with nothing that is not whole.
     """
-    machine = named(config.job.machine)  # its facts, where one is named
-    device = set_up_device(config, world, machine)
-    topology = linked(by_fabric(world, str(device)), machine)  # where ranks are, and how fast the links between them
-    groups = Groups.open(lay(config, topology), world, config.comm)  # a communicator for each axis
+    site = Site.settle(config, world)  # this rank's device, and the links between ranks
+    groups = Groups.open(lay(config, site.topology), world, config.comm)  # a communicator for each axis
     led(groups.whole, lambda: config.run.folder.mkdir(parents=True, exist_ok=True), "making the run's folder")
     batches = open_data(config, groups, stop.heed)  # text becomes tokens, once
-    plan = fit(decide(config, topology, batches.vocabulary), config, machine)  # every decision, as one value
-    job = Job.build(config, plan, groups, device)  # this rank's part of the model
-    knobs, folder = hinted(config.checkpoint, machine), config.run.folder / "checkpoints"
+    plan = fit(decide(config, site.topology, batches.vocabulary), config, site.machine)  # every decision, as one value
+    job = Job.build(config, plan, groups, site.device)  # this rank's part of the model
+    knobs, folder = hinted(config.checkpoint, site.machine), config.run.folder / "checkpoints"
     checkpoint = Checkpoint(knobs, folder, plan.mesh, groups.whole, world.host)
     about = {"plan": plan.to_json(), "config": config.model_dump()}
 
@@ -99,6 +98,28 @@ def train(config: Config, world: World, stop: Stop) -> int:
     log.say(parting(step + 1, stop.why) if ends else farewell(config, newest, max(start, config.train.steps)))
     groups.close()
     return EXIT_REQUEUE if ends else EXIT_DONE
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run takes place: a machine's facts, where one is named, this rank's device, and what joins the ranks."""
+
+    machine: Machine | None
+    device: torch.device
+    topology: Topology
+
+    @classmethod
+    def settle(cls, config: Config, world: World) -> Site:
+        """Take this rank's device, the cores near it, and as many threads as it has cores to itself. Collective."""
+        machine = named(config.job.machine)
+        seats = machine.node.seats if machine else ()
+        device = torch.device(choose_device(world, seats))
+        if config.job.bind_cores:
+            bind_cores(world, str(device), seats)
+        torch.set_num_threads(threads(world))
+        if device.type != "cpu":
+            torch.get_device_module(device).set_device(device)  # NCCL's groups are opened on the current one
+        return cls(machine, device, linked(by_fabric(world, str(device)), machine))
 
 
 @dataclass(frozen=True)
@@ -217,18 +238,6 @@ def finite(norm: float, loss: float, step: int) -> float:
         "an update would have destroyed the weights; none was made, and the last checkpoint is whole",
         "lower optim.rate, raise optim.warmup, or look at what data the step met",
     )
-
-
-def set_up_device(config: Config, world: World, machine: Machine | None) -> torch.device:
-    """This rank's device, the cores near it, and as many threads as it has cores to itself. Collective."""
-    seats = machine.node.seats if machine else ()
-    device = torch.device(choose_device(world, seats))
-    if config.job.bind_cores:
-        bind_cores(world, str(device), seats)
-    torch.set_num_threads(threads(world))
-    if device.type != "cpu":
-        torch.get_device_module(device).set_device(device)  # NCCL's groups are opened on the current one
-    return device
 
 
 def open_data(config: Config, groups: Groups, heed: Callable[[], None] = lambda: None) -> Batches:

@@ -88,7 +88,7 @@ def planned(name: str, scene: Scene) -> int | None:
     if name not in stages:
         return None
     config = with_stage(scene.config, stages[name])
-    return sum(decide(config, scene.world.topology, scene.batches.vocabulary).bytes.values())
+    return sum(decide(config, scene.plan.topology, scene.batches.vocabulary).bytes.values())
 
 
 # ---- the kernel's accounts -------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from hpctrain.schedule.action import Schedule
 from hpctrain.schedule.kinds import SCHEDULES, make
 from hpctrain.schedule.passes import add_messages
 from hpctrain.schedule.simulate import Costs, Timeline, simulate
-from hpctrain.train import set_up_device
+from hpctrain.train import Site
 from hpctrain.watch.meter import Meter
 from hpctrain.watch.trace import Trace, bubbles, costs
 
@@ -88,7 +88,7 @@ class Scene:
     def _open(cls, shape: ModelShape, config: Config, world: World, size: tuple[int, int, int]) -> Scene:
         if world.size < 2:
             raise LaunchError("one rank is no pipeline", "", "start it with mpirun -n 4, or with srun")
-        set_up_device(world)
+        Site.settle(config, world)
         make = torch.Generator().manual_seed(config.run.seed)
         tokens = torch.randint(shape.vocabulary, size, generator=make)
         group = Groups.open(Mesh(((PIPE, world.size),)), world, config.comm)[PIPE]

@@ -44,9 +44,9 @@ def play(config: Config, clock: Clock) -> None:
     world = clock.timed("mpi", lambda: World.join(config.comm))
     with world:
         story = clock.timed("torch", _story)
-        device, topology, groups = clock.timed("groups", lambda: _meet(story, config, world))
+        site, groups = clock.timed("groups", lambda: _meet(story, config, world))
         batches = clock.timed("data", lambda: story.open_data(config, groups))
-        job = clock.timed("model", lambda: _build(story, config, topology, groups, device, batches.vocabulary))
+        job = clock.timed("model", lambda: _build(story, config, site, groups, batches.vocabulary))
         clock.timed("step", lambda: job.step(0, batches))
         walls, processors = world.collect(clock.seconds), world.collect(clock.processor)
         if world.leads:
@@ -68,14 +68,12 @@ def _story():  # noqa: ANN202 - a module
 
 
 def _meet(story, config: Config, world):  # noqa: ANN001, ANN202 - modules and live parts of a run
-    machine = story.named(config.job.machine)
-    device = story.set_up_device(config, world, machine)
-    topology = story.linked(story.by_fabric(world, str(device)), machine)
-    return device, topology, story.Groups.open(story.lay(config, topology), world, config.comm)
+    site = story.Site.settle(config, world)
+    return site, story.Groups.open(story.lay(config, site.topology), world, config.comm)
 
 
-def _build(story, config: Config, topology, groups, device, vocabulary: int):  # noqa: ANN001, ANN202
-    return story.Job.build(config, story.decide(config, topology, vocabulary), groups, device)
+def _build(story, config: Config, site, groups, vocabulary: int):  # noqa: ANN001, ANN202
+    return story.Job.build(config, story.decide(config, site.topology, vocabulary), groups, site.device)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from hpctrain.data.batch import Batches, MicroBatch
 from hpctrain.errors import UsageError
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.plan import Plan, decide, lay
-from hpctrain.train import Job, open_data, set_up_device
+from hpctrain.train import Job, Site, open_data
 
 Step = Callable[[int], float]
 """Takes the number of a step, takes that step, and gives its loss."""
@@ -55,16 +55,16 @@ class Scene:
     @classmethod
     def open(cls, config: Config, world: World) -> Scene:
         """Set the scene as a run does. Collective."""
-        set_up_device(world)
-        groups = Groups.open(lay(config, world.topology), world, config.comm)
+        site = Site.settle(config, world)
+        groups = Groups.open(lay(config, site.topology), world, config.comm)
         batches = open_data(config, groups)
-        return cls(config, decide(config, world.topology, batches.vocabulary), world, groups, batches)
+        return cls(config, decide(config, site.topology, batches.vocabulary), world, groups, batches)
 
     def sharing(self, stage: int) -> Scene:
         """The same with a stage of ZeRO. Collective."""
         config = with_stage(self.config, stage)
-        groups = Groups.open(lay(config, self.world.topology), self.world, config.comm)
-        plan = decide(config, self.world.topology, self.batches.vocabulary)
+        groups = Groups.open(lay(config, self.plan.topology), self.world, config.comm)
+        plan = decide(config, self.plan.topology, self.batches.vocabulary)
         return replace(self, config=config, plan=plan, groups=groups)
 
 

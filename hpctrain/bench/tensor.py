@@ -34,7 +34,7 @@ from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.plan import rules
 from hpctrain.plan.mesh import Mesh
 from hpctrain.plan.weights import ModelShape
-from hpctrain.train import set_up_device
+from hpctrain.train import Site
 
 VOCABULARY = 8192  # where the configuration leaves it to a tokenizer
 Turn = Callable[[], float]
@@ -54,7 +54,7 @@ class Scene:
     @classmethod
     def open(cls, config: Config, world: World) -> Scene:
         """Set the scene for all ranks as one tensor-parallel group. Collective."""
-        set_up_device(world)
+        Site.settle(config, world)
         shape = replace(ModelShape.of(config.model, 1), tied=False, dropout=0.0, head_norm=False)  # as the peer
         if config.model.vocabulary == "auto":
             shape = replace(shape, vocabulary=VOCABULARY)
