@@ -73,9 +73,10 @@ def test_pairs_of_nodes_share_a_switch(lab: Path) -> None:
 
 
 def test_nodes_know_each_other_by_name_and_share_no_memory(lab: Path) -> None:
-    program = "getent hosts node1 >/dev/null && touch /dev/shm/$(hostname) && ls /dev/shm"
+    # Jobs of before may have left something there, as on any node.
+    program = "getent hosts node1 >/dev/null && touch /dev/shm/own-$(hostname) && sleep 1 && cd /dev/shm && ls -d own-*"
     said = run("srun", "-N4", "sh", "-c", program, folder=lab.parent).stdout.split()
-    assert sorted(said) == ["node1", "node2", "node3", "node4"]
+    assert sorted(said) == ["own-node1", "own-node2", "own-node3", "own-node4"]
 
 
 def test_a_cluster_beside_another_leaves_nothing_behind(up: Up, lab: Path) -> None:
