@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -120,8 +121,9 @@ def check_devices(host: str, ranks: Sequence[int], seen: Sequence[Devices], chos
             )
 
 
+@functools.cache
 def visible_devices() -> Devices:
-    """The accelerators that this process sees."""
+    """The accelerators that this process sees, and what is near them; looked for once."""
     import torch
 
     for kind in ("cuda", "xpu"):

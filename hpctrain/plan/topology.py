@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -150,11 +150,6 @@ class Topology:
         for level in self.levels[1:]:
             found.append(min(level.bytes_per_second or found[-1] / SLOWER, found[-1] / DEARER))
         return tuple(found)
-
-    def with_rates(self, rates: dict[str, float]) -> Topology:
-        """The same, with bytes per second of the levels that are named."""
-        told = (replace(x, bytes_per_second=rates.get(x.name, x.bytes_per_second)) for x in self.levels)
-        return replace(self, levels=tuple(told))
 
     # ---- telling ---------------------------------------------------------------------------------------------------
 

@@ -135,8 +135,8 @@ def test_a_topology_tells_its_switches_in_its_line():
 def test_links_count_as_slower_the_farther_they_lead_by_four_where_nobody_knows_and_by_two_at_least():
     assert TWO_SWITCHES.rates == (100e9, 50e9, 10e9, 2.5e9)
     assert Topology(("a", "b")).rates == (1.0, 0.25)
-    assert Topology(("a", "b")).with_rates({"machine": 1e9}).rates == (4e9, 1e9)
-    assert Topology(("a", "b")).with_rates({"node": 1e9, "machine": 1e9}).rates == (1e9, 5e8)
+    assert Topology(("a", "b"), (Level("machine", (0, 0), 1e9),)).rates == (4e9, 1e9)
+    assert Topology(("a", "b"), (Level("node", (0, 1), 1e9), Level("machine", (0, 0), 1e9))).rates == (1e9, 5e8)
 
 
 def test_131072_ranks_are_written_down_in_a_few_numbers_beside_their_hosts():
