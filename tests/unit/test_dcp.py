@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from hpctrain.errors import CheckpointError, DamagedError
 from hpctrain.plan.layout import ITEMSIZE
 from tests.support import threads
 from tests.support.dcp import as_shards, load, save
+from tests.support.peak import peak
 from tests.support.weights import model_of, read, saved
 
 SOLO = SoloGroup()
@@ -199,32 +198,23 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path: Path):
         dcp_write.export(source, tmp_path / "run", SOLO)
 
 
-MEASURE = """
-import re, sys
-from pathlib import Path
+BEFORE = """
 from hpctrain.checkpoint.adopt import adopt
 from hpctrain.checkpoint import dcp_write
 from hpctrain.comm.group import SoloGroup
-
-def resident(which):
-    return int(re.search(which + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-folder, group = Path(sys.argv[1]), SoloGroup()
+group = SoloGroup()
 dcp_write.CHUNK_BYTES = 8 << 20
 dcp_write.export(folder / "small", folder / "warm", group)
-Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here; a child begins with its parent's
-before = resident("VmRSS")
+"""
+BOTH_WAYS = """
 dcp_write.export(folder / "run", folder / "dcp", group)
 adopt(folder / "dcp", folder / "back.h5", group)
-print(resident("VmHWM") - before)
 """
 
 
 def test_a_tensor_goes_out_and_comes_in_by_parts_of_it(tmp_path: Path):
     saved(tmp_path / "small", model_of())
     source = saved(tmp_path / "run", model_of(layers=1, width=512, mlp_width=1 << 16))  # two matrices of 128 MiB
-    words = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=250)
     buffers = max(disk.READERS, disk.WRITERS) * disk.CHUNK
     bound = 2 * (parts.STEP_ELEMENTS * 4) + (16 << 20) + buffers  # one part going, one coming
-    assert int(done.stdout) < bound < source.stat().st_size / 2
+    assert peak(BEFORE, BOTH_WAYS, tmp_path) < bound < source.stat().st_size / 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from hpctrain.config import load
 from hpctrain.errors import DamagedError
 from hpctrain.plan.weights import ModelShape
 from tests.support import threads
+from tests.support.peak import peak
 from tests.support.weights import VOCABULARY, model_of, read, saved
 
 MODELS = {
@@ -160,22 +159,15 @@ def test_a_damaged_checkpoint_is_not_exported(ranks: int, model: str, weight: st
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-MEASURE = """
-import re, sys
-from pathlib import Path
+BEFORE = """
 from hpctrain.checkpoint.hub import bring, export
 from hpctrain.comm.group import SoloGroup
-
-def resident(which):
-    return int(re.search(which + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-folder, group = Path(sys.argv[1]), SoloGroup()
+group = SoloGroup()
 export(folder / "small", folder / "warm", group)
-Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here; a child begins with its parent's
-before = resident("VmRSS")
+"""
+BOTH_WAYS = """
 export(folder / "run", folder / "hf", group)
 bring(folder / "hf", folder / "back.h5", group)
-print(resident("VmHWM") - before)
 """
 
 
@@ -186,11 +178,9 @@ LARGE = {"gpt2": dict(layers=12), "mixtral": dict(family="mixtral", layers=1, ex
 def test_a_tensor_or_an_expert_and_a_buffer_are_in_memory_at_a_time(name: str, tmp_path: Path):
     saved(tmp_path / "small", MODELS[name])
     source = saved(tmp_path / "run", model_of(**dict(width=512, mlp_width=2048) | LARGE[name]))
-    words = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     largest, buffers = 2048 * 512 * 4, 2 * carry.BUFFER_BYTES + 4 * disk.CHUNK
     assert source.stat().st_size > 2 * (largest + buffers)
-    assert int(done.stdout) < largest + buffers
+    assert peak(BEFORE, BOTH_WAYS, tmp_path) < largest + buffers
 
 
 def test_numbers_change_their_format_where_it_is_asked_for(tmp_path: Path):
