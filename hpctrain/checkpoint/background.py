@@ -71,7 +71,7 @@ class Background:
         self._agree(state)
         if not self._fits:
             return None
-        together(self.group, lambda: self._snapshot.take(state), f"copying step {step}")
+        self._snapshot.take(state, f"copying step {step}")
         return self._snapshot
 
     def _agree(self, state: State) -> None:
@@ -83,7 +83,7 @@ class Background:
             return
         self._seen = self._snapshot = self._text = None
         self._entries = agree(state, self.mesh, self.group)
-        self._snapshot = Snapshot(self._entries)
+        self._snapshot = Snapshot(self._entries, self.group)
         room = together(self.group, lambda: asdict(Room.seen(self._snapshot.nbytes)), "looking for memory")
         self._fits = fits([Room(**one) for one in self.group.collect(room)])
         if not self._fits and self.group.leads:

@@ -1,209 +1,208 @@
-"""Exchange: tensors that are cut along a later dim than the first, whose short runs take turns in the file.
+"""Exchange: what ranks hold of tensors whose short runs take turns in the file, to and from ranges of whole blocks.
 
-The holders of such a tensor first send each other what they have, so that each of them gets whole blocks that lie one
-after another, and writes them in long calls; at a load each reads whole blocks and sends the others their parts. So the
-file is written and read once, by the same calls as for any other tensor, and no block is shared. It goes in rounds, so
-that memory stays small. All ranks make the same rounds, whether they hold something of them or not.
+The holders of such tensors first send each other what they have, so that each of them gets whole blocks that lie one
+after another (``shares``), and writes them in long calls; at a load each reads whole blocks and sends the others their
+parts. So the file is written and read once, by the same calls as for any other tensor, and no block is shared.
+
+Ranks of one node have the ranges of a round in common memory: a run is copied once, between where it is held and its
+place in the range. To and from a rank that shares no memory, runs are packed into a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from hpctrain.checkpoint.blocks import BLOCK_BYTES, count
-from hpctrain.checkpoint.state import Entry
+from hpctrain.checkpoint.ranges import flat_bytes
+from hpctrain.checkpoint.shares import Runs, Stretch, crossing, round_bytes, sections
+from hpctrain.checkpoint.state import Entry, State
+from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
-from hpctrain.plan.layout import ITEMSIZE, Box, piece
+from hpctrain.plan.layout import Box
 
-RUN_BYTES = 1 << 22  # longer runs are written and read as they lie
-WINDOW_BYTES = 1 << 24  # of one tensor, for one rank
-ROUND_BYTES = 1 << 25  # for one rank
-
+Ranges = list[tuple[Stretch, Tensor]]
+"""What a rank takes in a round, and the memory for it."""
 Boxes = Callable[[Entry, int], Sequence[Box]]
 """What a rank of an entry's mesh has, or wants, of it."""
 
 
-def alternates(entry: Entry) -> bool:
-    """Whether short runs of several ranks take turns in the file. The same answer on every rank."""
-    layout, mesh = entry.layout, entry.mesh
-    dim = max((cut.dim for cut in layout.cuts if mesh.size(*cut.axes) > 1), default=0)
-    run = prod(layout.box(mesh, 0).shape[dim:]) * ITEMSIZE[layout.dtype]
-    return dim > 0 and layout.nbytes > 0 and run < RUN_BYTES
+def gathered(entries: Sequence[Entry], state: State, group: Group, doing: str) -> Iterator[Ranges]:
+    """What of all that alternates this rank writes, round by round; ``doing`` says what an error comes in.
+
+    Collective, each round; every rank has as many. The memory of a round is used again in the second after it.
+    """
+    turns = crossing(entries, group.size)
+
+    def writes(entry: Entry, rank: int) -> Sequence[Box]:
+        return entry.layout.writes(entry.mesh, rank, turns[entry.name])
+
+    for section in sections(entries, group.size):
+        names = [entry.name for entry in section.entries if entry.rank is not None]
+        held = together(group, lambda names=names: {name: _bytes(state, name) for name in names}, doing)
+        for stretches in section.rounds:
+            one = Round(stretches, writes, group)
+            one.gather(held)
+            yield one.ranges
+
+
+def _bytes(state: State, name: str) -> np.ndarray:
+    return flat_bytes(state[name].tensor).cpu().numpy()
+
+
+class Area:
+    """Memory for the ranges of two rounds, of this rank or, where they can share it, of all; live, as its group is.
+
+    Rounds have the halves in turns: while some ranks are still at the ranges of one, others fill those of the next.
+    """
+
+    _made: WeakKeyDictionary[Group, Area] = WeakKeyDictionary()
+
+    def __init__(self, group: Group) -> None:
+        self._bytes = round_bytes(group.size)
+        own = 2 * self._bytes
+        common = group.common(group.size * own, torch.uint8)
+        self.shared = common is not None
+        parts = common.split(own) if self.shared else [torch.empty(own, dtype=torch.uint8)]
+        ranks = range(group.size) if self.shared else [group.rank]
+        self._half = 0
+        self._parts = {rank: part.numpy() for rank, part in zip(ranks, parts, strict=True)}
+
+    @classmethod
+    def of(cls, group: Group) -> Area:
+        """The group's own. Collective."""
+        if group not in cls._made:
+            cls._made[group] = cls(group)
+        return cls._made[group]
+
+    def turn(self) -> int:
+        """The half that the next round has. All ranks ask, once a round."""
+        self._half = 1 - self._half
+        return self._half
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._parts
+
+    def range(self, stretch: Stretch, half: int) -> np.ndarray:
+        """The memory for a stretch whose rank is in reach."""
+        place = half * self._bytes + stretch.place
+        return self._parts[stretch.rank][place : place + stretch.nbytes]
 
 
 @dataclass(frozen=True)
-class Window:
-    """A range of whole blocks for each holder of a tensor: the ``number``-th of those that are its own."""
+class Side:
+    """Bytes in memory: where runs of them begin, and how long those are."""
 
-    entry: Entry
-    number: int
-    shift: int
-
-    @property
-    def most(self) -> int:
-        """Bytes that a holder has of it, from above."""
-        return min(WINDOW_BYTES, -(-self.entry.layout.nbytes // self.entry.mesh.ranks_total))
-
-    @property
-    def last(self) -> bool:
-        """Whether the tensor has no further window."""
-        return self.number == _windows(self.entry) - 1
-
-    def span(self, holder: int) -> tuple[int, int]:
-        """Start and stop in the tensor's bytes; equal where this holder has nothing."""
-        nbytes, holders = self.entry.layout.nbytes, self.entry.mesh.ranks_total
-        first, last = piece(count(nbytes), holders, (holder + self.shift) % holders)
-        stop = min(last * BLOCK_BYTES, nbytes)
-        start = min(first * BLOCK_BYTES + self.number * WINDOW_BYTES, stop)
-        return start, min(start + WINDOW_BYTES, stop)
-
-
-def rounds(entries: Iterable[Entry]) -> Iterator[list[Window]]:
-    """The windows of tensors that alternate, together as far as memory goes. The same on every rank."""
-    gathered: list[Window] = []
-    for shift, entry in enumerate(entries):
-        for number in range(_windows(entry)):
-            gathered.append(Window(entry, number, shift))
-            if sum(window.most for window in gathered) >= ROUND_BYTES:
-                yield gathered
-                gathered = []
-    if gathered:
-        yield gathered
-
-
-def _windows(entry: Entry) -> int:
-    blocks = -(-count(entry.layout.nbytes) // entry.mesh.ranks_total)
-    return -(-blocks * BLOCK_BYTES // WINDOW_BYTES)
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Contiguous runs of bytes, ascending: their places in the tensor and in a holder's memory, and their lengths."""
-
-    at: np.ndarray
+    memory: np.ndarray
     start: np.ndarray
     length: np.ndarray
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in all of them."""
-        return int(self.length.sum())
+    def take(self, other: Side) -> None:
+        """Fill the runs from those of another memory, one for one."""
+        for first, last in _even(self.length, self.start, other.start):
+            self._rows(first, last)[:] = other._rows(first, last)
 
-    @classmethod
-    def of(cls, entry: Entry, rank: int, boxes: Sequence[Box]) -> Runs:
-        """The runs of ``boxes`` that a rank of the entry's mesh holds."""
-        size, whole = ITEMSIZE[entry.layout.dtype], entry.layout.box(entry.mesh, rank)
-        first, _ = entry.layout.interval(entry.mesh, rank)
-        grids = [_grid(box, whole, entry.layout.shape, first) for box in boxes if box.size] or [np.zeros((3, 0), int)]
-        at, start, length = np.concatenate(grids, 1) * size
-        return cls(at, start, length)
-
-    def within(self, start: int, stop: int) -> Runs:
-        """What of them lies in the tensor's bytes ``start`` to ``stop``."""
-        first = int(np.searchsorted(self.at + self.length, start, "right"))
-        last = max(first, int(np.searchsorted(self.at, stop, "left")))
-        at, length = self.at[first:last], self.length[first:last]
-        skipped = np.maximum(start - at, 0)
-        ends = np.minimum(at + length, stop)
-        return Runs(at + skipped, self.start[first:last] + skipped, ends - at - skipped)
-
-
-def _grid(box: Box, whole: Box, shape: tuple[int, ...], first: int) -> np.ndarray:
-    """(place in the tensor, place in memory, length) of a box's runs, as three rows."""
-    within = box.within(whole)
-    broken = max((dim for dim in range(len(shape)) if box.shape[dim] < shape[dim]), default=0)
-    at, start = _offsets(box, shape, broken), _offsets(within, whole.shape, broken) - first
-    return np.stack([at, start, np.full_like(at, prod(box.shape[broken:]))])
-
-
-def _offsets(box: Box, shape: tuple[int, ...], broken: int) -> np.ndarray:
-    """Where the box's runs begin in an array of ``shape``; each goes over all dims from ``broken`` on."""
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    found = np.array([sum(start * stride for start, stride in zip(box.start, strides, strict=True))], np.int64)
-    for dim in range(broken):
-        found = (found[:, None] + np.arange(box.shape[dim]) * strides[dim]).ravel()
-    return found
-
-
-Part = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Bytes in memory, where runs of them begin, and how long those are."""
+    def _rows(self, first: int, last: int) -> np.ndarray:
+        """Runs that are equally long and equally far apart, as rows of one array."""
+        begin, next_one = (int(self.start[number]) for number in (first, min(first + 1, last - 1)))
+        shape, strides = (last - first, int(self.length[first])), (next_one - begin, 1)
+        return np.lib.stride_tricks.as_strided(self.memory[begin:], shape, strides)
 
 
 class Round:
-    """One round among all ranks of ``group``; ``boxes`` says what each holder has, or wants, of a tensor."""
+    """One round among all ranks of ``group``; ``boxes`` says what each holder has, or wants, of a tensor.
 
-    def __init__(self, windows: Sequence[Window], boxes: Boxes, group: Group) -> None:
-        self.windows = [window for window in windows if window.entry.rank is not None]
-        self._boxes, self._group = boxes, group
+    ``ranges`` has this rank's stretches, and memory for each.
+    """
 
-    def gather(self, held: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The bytes of this rank's range of each window, from what all ranks hold of the tensors. Collective."""
-        made = [np.empty(stop - start, np.uint8) for start, stop in map(own, self.windows)]
-        mine, theirs = self._parts(held, made)
-        _meet(self._group, mine, theirs)
-        return made
+    def __init__(self, stretches: Sequence[Stretch], boxes: Boxes, group: Group) -> None:
+        self._boxes, self._group, self._area = boxes, group, Area.of(group)
+        self._half = self._area.turn()
+        self._held = [stretch for stretch in stretches if stretch.entry.rank is not None]
+        own = (stretch for stretch in stretches if stretch.rank == group.rank)
+        self.ranges = [(stretch, torch.from_numpy(self._area.range(stretch, self._half))) for stretch in own]
 
-    def scatter(self, held: Sequence[np.ndarray], ranges: Sequence[np.ndarray]) -> None:
-        """Fill what this rank holds of the tensors from all ranks' ranges of the windows. Collective."""
-        mine, theirs = self._parts(held, ranges)
-        _meet(self._group, theirs, mine)
+    def gather(self, held: Mapping[str, np.ndarray]) -> None:
+        """Fill this rank's ``ranges`` from what all ranks hold of the tensors, by their names. Collective."""
+        for mine, there in self._pairs(held):
+            there.take(mine)
+        if self._area.shared:
+            self._group.barrier()
+        else:
+            _meet(self._group, self._mine(held), self._theirs())
 
-    def _parts(self, held: Sequence[np.ndarray], ranges: Sequence[np.ndarray]) -> tuple[list[list[Part]], ...]:
-        """By rank: what this rank holds of the other's ranges, and what the other holds of this one's."""
-        mine, theirs = ([[] for _ in range(self._group.size)] for _ in range(2))
-        for window, memory, here in zip(self.windows, held, ranges, strict=True):
-            entry, (begin, end) = window.entry, own(window)
-            all_mine = Runs.of(entry, entry.rank or 0, self._boxes(entry, entry.rank or 0))
-            for holder, rank in enumerate(entry.holders):
-                runs = all_mine.within(*window.span(holder))
-                mine[rank].append((memory, runs.start, runs.length))
-                runs = Runs.of(entry, holder, self._boxes(entry, holder)).within(begin, end)
-                theirs[rank].append((here, runs.at - begin, runs.length))
-        return mine, theirs
+    def scatter(self, held: Mapping[str, np.ndarray]) -> None:
+        """Fill what this rank holds of the tensors, by their names, from all ranks' ranges. Collective."""
+        if self._area.shared:
+            self._group.barrier()
+        else:
+            _meet(self._group, self._theirs(), self._mine(held))
+        for mine, there in self._pairs(held):
+            mine.take(there)
+
+    def _pairs(self, held: Mapping[str, np.ndarray]) -> Iterator[tuple[Side, Side]]:
+        """What this rank holds of the ranges in reach, here and there."""
+        for stretch in self._held:
+            if stretch.rank in self._area:
+                runs = self._runs(stretch, stretch.entry.rank)
+                there = Side(self._area.range(stretch, self._half), runs.at, runs.length)
+                yield Side(held[stretch.entry.name], runs.start, runs.length), there
+
+    def _mine(self, held: Mapping[str, np.ndarray]) -> list[list[Side]]:
+        """What this rank holds of the ranges out of reach, by their ranks."""
+        sides: list[list[Side]] = [[] for _ in range(self._group.size)]
+        for stretch in self._held:
+            if stretch.rank not in self._area:
+                runs = self._runs(stretch, stretch.entry.rank)
+                sides[stretch.rank].append(Side(held[stretch.entry.name], runs.start, runs.length))
+        return sides
+
+    def _theirs(self) -> list[list[Side]]:
+        """What ranks out of reach hold of this rank's ranges, by rank."""
+        sides: list[list[Side]] = [[] for _ in range(self._group.size)]
+        for stretch, memory in self.ranges:
+            for holder, rank in enumerate(stretch.entry.holders):
+                if rank not in self._area:
+                    runs = self._runs(stretch, holder)
+                    sides[rank].append(Side(memory.numpy(), runs.at, runs.length))
+        return sides
+
+    def _runs(self, stretch: Stretch, holder: int) -> Runs:
+        return Runs.of(stretch, holder, self._boxes(stretch.entry, holder))
 
 
-def own(window: Window) -> tuple[int, int]:
-    """The range of the tensor's bytes that this rank gets of a window."""
-    return window.span(window.entry.rank or 0)
-
-
-def _meet(group: Group, sent: Sequence[Sequence[Part]], taken: Sequence[Sequence[Part]]) -> None:
-    """Send each rank its parts, and take those that it sends into their places. Collective."""
-    sizes, out_sizes = ([sum(int(part[2].sum()) for part in parts) for parts in side] for side in (sent, taken))
+def _meet(group: Group, sent: Sequence[Sequence[Side]], taken: Sequence[Sequence[Side]]) -> None:
+    """Send each rank its sides, and take those that it sends into their places. Collective."""
+    sizes, out_sizes = ([sum(int(one.length.sum()) for one in sides) for sides in ways] for ways in (sent, taken))
     x, out = (torch.empty(sum(one), dtype=torch.uint8) for one in (sizes, out_sizes))
-    _move(x.numpy(), sent, True)
+    for side, packed in _packed(sent, x.numpy()):
+        packed.take(side)
     got = out.to(group.device)
     group.all_to_all(got, x.to(group.device), out_sizes=out_sizes, sizes=sizes)
-    _move(got.cpu().numpy(), taken, False)
+    for side, packed in _packed(taken, got.cpu().numpy()):
+        side.take(packed)
 
 
-def _move(packed: np.ndarray, sides: Sequence[Sequence[Part]], pack: bool) -> None:
-    """Between the parts' runs, one after another, and ``packed``."""
+def _packed(ways: Sequence[Sequence[Side]], memory: np.ndarray) -> Iterator[tuple[Side, Side]]:
+    """Each side, and the same runs one after another in ``memory``."""
     done = 0
-    for memory, starts, lengths in (part for parts in sides for part in parts):
-        for first, last in _even(starts, lengths):
-            size, length = last - first, int(lengths[first])
-            flat = packed[done : done + size * length].reshape(size, length)
-            runs = _rows(memory, int(starts[first]), int(starts[min(first + 1, last - 1)]), size, length)
-            (flat if pack else runs)[:] = runs if pack else flat
-            done += size * length
+    for side in (side for sides in ways for side in sides):
+        ends = done + np.cumsum(side.length)
+        yield side, Side(memory, ends - side.length, side.length)
+        done = int(ends[-1]) if ends.size else done
 
 
-def _even(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """First and last of stretches of runs that are equally long and equally far apart."""
+def _even(lengths: np.ndarray, *starts: np.ndarray) -> Iterator[tuple[int, int]]:
+    """First and last of stretches of runs that are equally long and, in each memory, equally far apart."""
     if not lengths.size:
         return
-    gaps = np.diff(starts)
-    broken = (np.diff(lengths) != 0) | np.concatenate([[False], np.diff(gaps) != 0])[: gaps.size]
+    broken = np.diff(lengths) != 0
+    for one in starts:
+        gaps = np.diff(one)
+        broken |= np.concatenate([[False], np.diff(gaps) != 0])[: gaps.size]
     edges = [0, *(np.flatnonzero(broken) + 1).tolist(), lengths.size]
     yield from ((first, last) for first, last in zip(edges, edges[1:], strict=False))
-
-
-def _rows(memory: np.ndarray, first: int, second: int, size: int, length: int) -> np.ndarray:
-    """Runs of ``length`` bytes, as far apart as ``first`` and ``second``, as rows of one array."""
-    return np.lib.stride_tricks.as_strided(memory[first:], (size, length), (second - first, 1))

@@ -14,9 +14,9 @@ from torch import Tensor
 from hpctrain.checkpoint import checksums, disk, exchange
 from hpctrain.checkpoint.blocks import BLOCK_BYTES, count
 from hpctrain.checkpoint.choice import Choice
-from hpctrain.checkpoint.exchange import alternates
 from hpctrain.checkpoint.format import Index, Slot
-from hpctrain.checkpoint.ranges import flat_bytes, pieces
+from hpctrain.checkpoint.ranges import flat_bytes, piece_of, pieces
+from hpctrain.checkpoint.shares import crossing, sections
 from hpctrain.checkpoint.state import Entry, State
 from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
@@ -37,10 +37,10 @@ def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group
     """
     check(path, index, entries)
     slots = {slot.name: slot for slot in index.slots}
-    crossing = {entry.name: entry for entry in entries if group.size > 1 and alternates(entry)}
-    wanted = [(entry, slots[entry.name]) for entry in entries if entry.name not in crossing]
+    names = crossing(entries, group.size)
+    wanted = [(entry, slots[entry.name]) for entry in entries if entry.name not in names]
     together(group, lambda: _read(path, index, wanted, state, verify), f"reading {path}")
-    _scatter(path, slots, list(crossing.values()), state, group, index.table if verify else None)
+    _scatter(path, slots, entries, state, group, index.table if verify else None)
 
 
 def begin(
@@ -237,19 +237,18 @@ def _scatter(
 
     Collective.
     """
-    near: dict[str, Tensor] = {}
-    for windows in exchange.rounds(entries):
-        one = exchange.Round(windows, lambda entry, rank: entry.layout.boxes(entry.mesh, rank), group)
-        ranges = together(group, lambda one=one: _ranges(path, slots, one.windows, table), f"reading {path}")
-        for window in one.windows:
-            target = state[window.entry.name].tensor.detach()
-            near.setdefault(window.entry.name, _near(target))
-        held = [flat_bytes(near[window.entry.name]).numpy() for window in one.windows]
-        one.scatter(held, [memory.numpy() for memory in ranges])
-        for name in [window.entry.name for window in one.windows if window.last]:
-            target, found = state[name].tensor.detach(), near.pop(name)
-            if found.data_ptr() != target.data_ptr():
-                target.copy_(found)
+    for section in sections(entries, group.size):
+        held = [entry for entry in section.entries if entry.rank is not None]
+        targets = {entry.name: state[entry.name].tensor.detach() for entry in held}
+        near = {name: _near(target) for name, target in targets.items()}
+        flat = {name: flat_bytes(memory).numpy() for name, memory in near.items()}
+        for stretches in section.rounds:
+            one = exchange.Round(stretches, lambda entry, rank: entry.layout.boxes(entry.mesh, rank), group)
+            together(group, lambda one=one: _read_ranges(path, slots, one, table), f"reading {path}")
+            one.scatter(flat)
+        for name, memory in near.items():
+            if memory is not targets[name]:
+                targets[name].copy_(memory)
 
 
 def _near(target: Tensor) -> Tensor:
@@ -257,21 +256,12 @@ def _near(target: Tensor) -> Tensor:
     return target if _in_place(target) else torch.empty(target.shape, dtype=target.dtype)
 
 
-def _ranges(
-    path: Path, slots: Mapping[str, Slot], windows: Sequence[exchange.Window], table: int | None
-) -> list[Tensor]:
-    """What of each window is this rank's, from the file."""
-    own = [(slots[window.entry.name], *exchange.own(window)) for window in windows]
-    memory = [torch.empty(stop - start, dtype=torch.uint8) for _, start, stop in own]
+def _read_ranges(path: Path, slots: Mapping[str, Slot], one: exchange.Round, table: int | None) -> None:
+    rows = [(slots[stretch.entry.name], stretch.start, memory) for stretch, memory in one.ranges]
     if table is None:
-        pieces = [disk.Piece(slot.offset + start, into) for (slot, start, _), into in zip(own, memory, strict=True)]
-        disk.read(path, pieces)
-        return memory
-    spans = [
-        (slot, checksums.Span(start // BLOCK_BYTES, into)) for (slot, start, _), into in zip(own, memory, strict=True)
-    ]
-    _read_checked(path, [_check_of(slot, span, table) for slot, span in spans if span.memory.numel()])
-    return memory
+        return disk.read(path, [piece_of(*row) for row in rows])
+    spans = [(slot, checksums.Span(start // BLOCK_BYTES, memory)) for slot, start, memory in rows]
+    _read_checked(path, [_check_of(slot, span, table) for slot, span in spans])
 
 
 def _aside(torn: checksums.Torn) -> checksums.Span:

@@ -41,7 +41,12 @@ def pieces(entry: Entry, boxes: Sequence[Box], memory: Tensor, slot: Slot) -> It
     """Each contiguous run of ``boxes``, in the file and in ``memory``, the held piece as flat bytes."""
     size = ITEMSIZE[entry.layout.dtype]
     for at, start, length in runs(entry, boxes):
-        yield Piece(slot.offset + at * size, memory[start * size : (start + length) * size], slot.offset, slot)
+        yield piece_of(slot, at * size, memory[start * size : (start + length) * size])
+
+
+def piece_of(slot: Slot, start: int, memory: Tensor) -> Piece:
+    """The tensor's bytes from ``start`` on, in ``memory``."""
+    return Piece(slot.offset + start, memory, slot.offset, slot)
 
 
 def runs(entry: Entry, boxes: Sequence[Box]) -> Iterator[tuple[int, int, int]]:

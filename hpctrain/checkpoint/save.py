@@ -7,7 +7,7 @@ rank writes a tensor's long runs alone, and all write together the tensors whose
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -18,8 +18,8 @@ import torch
 
 from hpctrain.checkpoint import disk, exchange, format
 from hpctrain.checkpoint.checksums import Made, Written, add_torn, add_whole
-from hpctrain.checkpoint.exchange import alternates
-from hpctrain.checkpoint.ranges import flat_bytes, pieces, runs, turns, write_boxes
+from hpctrain.checkpoint.ranges import flat_bytes, piece_of, pieces, runs, write_boxes
+from hpctrain.checkpoint.shares import alternates, crossing
 from hpctrain.checkpoint.state import Entry, State
 from hpctrain.checkpoint.together import together
 from hpctrain.comm.group import Group
@@ -48,12 +48,13 @@ def direct(
     """Write this rank's ranges of bytes at the datasets' places. Collective; an error of one rank is raised on all."""
     made = Made.of(slots)
     told = f"writing {path}"
-    turned = {entry.name: turn for entry, turn in turns(entries) if group.size > 1 and alternates(entry)}
-    for found in gathered(entries, state, slots, turned, group, told):
+    placed = {slot.name: slot for slot in slots}
+    for ranges in exchange.gathered(entries, state, group, told):
+        found = [piece_of(placed[stretch.entry.name], stretch.start, memory) for stretch, memory in ranges]
         together(group, lambda found=found: disk.write(path, found, False, made.see), told)
 
     def act() -> list[Written]:
-        own = [(slot, pieces) for slot, pieces in parts(entries, state, slots) if slot.name not in turned]
+        own = parts(entries, state, slots, crossing(entries, group.size))
         disk.write(path, _pieces(own), False, made.see)
         return own
 
@@ -116,47 +117,17 @@ class Planned:
     calls: tuple[tuple[Box, ...], ...]
 
 
-def parts(entries: Sequence[Entry], state: State, slots: Sequence[format.Slot]) -> list[Written]:
-    """What this rank writes of each tensor of which it writes something, in the file's order."""
+def parts(
+    entries: Sequence[Entry], state: State, slots: Sequence[format.Slot], but: Collection[str] = ()
+) -> list[Written]:
+    """What this rank writes of each tensor of which it writes something, in the file's order; nothing of ``but``."""
     placed = {slot.name: slot for slot in slots}
 
     def part(entry: Entry, boxes: Sequence[Box]) -> Written:
         slot = placed[entry.name]
         return slot, list(pieces(entry, boxes, flat_bytes(state[entry.name].tensor), slot))
 
-    return [part(entry, boxes) for entry, boxes in write_boxes(entries) if boxes]
-
-
-def gathered(
-    entries: Sequence[Entry],
-    state: State,
-    slots: Sequence[format.Slot],
-    turned: Mapping[str, int],
-    group: Group,
-    told: str,
-) -> Iterator[list[disk.Piece]]:
-    """What this rank writes of the tensors named in ``turned``, in rounds in which ranks send each other theirs.
-
-    ``turned`` tells whose turn it is among the replicas of each. Collective, each round; every rank has as many.
-    """
-    placed = {slot.name: slot for slot in slots}
-
-    def boxes(entry: Entry, rank: int) -> Sequence[Box]:
-        return entry.layout.writes(entry.mesh, rank, turned[entry.name])
-
-    for windows in exchange.rounds(entry for entry in entries if entry.name in turned):
-        one = exchange.Round(windows, boxes, group)
-        names = [window.entry.name for window in one.windows]
-        held = together(group, lambda names=names: [_bytes(state, name) for name in names], told)
-        ranges = one.gather(held)
-        yield [
-            disk.Piece(slot.offset + exchange.own(window)[0], torch.from_numpy(memory), slot.offset, slot)
-            for window, slot, memory in zip(one.windows, map(placed.get, names), ranges, strict=True)
-        ]
-
-
-def _bytes(state: State, name: str) -> np.ndarray:
-    return flat_bytes(state[name].tensor).cpu().numpy()
+    return [part(entry, boxes) for entry, boxes in write_boxes(entries) if boxes and entry.name not in but]
 
 
 def _pieces(parts: Sequence[Written]) -> Iterator[disk.Piece]:

@@ -35,8 +35,8 @@ def test_the_copies_of_all_ranks_have_the_bytes_that_the_plan_tells(
     group = MpiGroup(comm, timeout_seconds=60)
     with job(small_config(shared_folder(comm, tmp_path), "checkpoint.every=1", *overrides), comm) as (run, _):
         mesh = run.plan.mesh
-        copy = Snapshot(agree(run.state, mesh, group))
-        copy.take(run.state)
+        copy = Snapshot(agree(run.state, mesh, group), group)
+        copy.take(run.state, "copying")
     sizes = comm.allgather(copy._memory.numel())
     group.close()
     stages = range(mesh.size("pp"))

@@ -10,7 +10,7 @@ import h5py
 import pytest
 import torch
 
-from hpctrain.checkpoint import exchange
+from hpctrain.checkpoint import shares
 from hpctrain.checkpoint.blocks import BLOCK_BYTES
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import Held
@@ -20,6 +20,7 @@ from hpctrain.plan.layout import Cut, Flat, Layout
 from hpctrain.plan.mesh import Mesh
 from tests.support import states
 from tests.support.saving import each, resume, save
+from tests.support.threads import ThreadGroup
 
 UNEVEN = {  # nothing divides; some have fewer elements than there are ranks, or none
     f"optim/exp_avg/{'x'.join(map(str, shape)) or 'scalar'}": Layout(shape, "float32")
@@ -114,10 +115,20 @@ def test_tensors_that_are_not_contiguous_come_back(tmp_path: Path):
     assert torch.equal(into, strided)
 
 
-@pytest.mark.parametrize("window", [1, 2, 100])
+@pytest.fixture(params=[False, True], ids=["messages", "common memory"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether ranks share memory."""
+    if request.param:
+        monkeypatch.setattr(
+            ThreadGroup, "common", lambda group, numel, dtype: group._all(torch.zeros(numel, dtype=dtype))[0]
+        )
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("blocks", [1, 2, 100])
 @pytest.mark.parametrize("mesh", [Mesh((("dp", 2), ("tp", 3))), Mesh((("tp", 4),)), Mesh((("pp", 2), ("tp", 2)))])
 def test_tensors_of_alternating_columns_are_exchanged_in_rounds_of_any_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: Mesh, window: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: Mesh, blocks: int
 ):
     layouts = {
         "model/flat": Layout((700, 301), "float32", (Cut(1, ("tp",)),), Flat(("dp",), 5, 700 * 301)),
@@ -127,12 +138,32 @@ def test_tensors_of_alternating_columns_are_exchanged_in_rounds_of_any_length(
     }
     if len(mesh.axes) < 2 or mesh.size("dp") < 2:
         layouts["model/flat"] = Layout((700, 301), "float32", (Cut(1, ("tp",)),))
-    monkeypatch.setattr(exchange, "WINDOW_BYTES", window * BLOCK_BYTES)
-    monkeypatch.setattr(exchange, "ROUND_BYTES", window * BLOCK_BYTES)
+    monkeypatch.setattr(shares, "ROUND_BYTES", (blocks * BLOCK_BYTES, blocks * BLOCK_BYTES))
+    monkeypatch.setattr(shares, "SECTION_BYTES", 3 * BLOCK_BYTES)
     path = save(tmp_path / "many", layouts, mesh)
     plain = {name: Layout(layout.shape, layout.dtype) for name, layout in layouts.items()}
     assert path.read_bytes() == save(tmp_path / "one", plain, Mesh((("dp", 1),))).read_bytes()
     assert resume(tmp_path / "many", layouts, mesh) == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_a_save_in_the_background_has_the_same_bytes_of_alternating_columns(tmp_path: Path):
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    layouts = {
+        "model/columns": Layout((3000, 301), "float32", (Cut(1, ("tp",)),)),
+        "model/later": Layout((301, 1401), "bfloat16", (Cut(1, ("tp",)),)),
+        "model/rows": Layout((1000, 299), "float32", (Cut(0, ("tp",)),)),
+    }
+
+    def act(point: Checkpoint, rank: int) -> tuple[Path, list[int]]:
+        point.begin(1, states.filled(layouts, mesh, rank, 1), {})
+        written = point._background._snapshot.written(point._background._slots)
+        return point.wait(), [len(pieces) for _, pieces in written]
+
+    found = each(tmp_path / "later", mesh, act)
+    assert found[0][0].read_bytes() == save(tmp_path / "once", layouts, mesh).read_bytes()
+    assert all(set(lengths) == {1} for _, lengths in found)
+    assert resume(tmp_path / "later", layouts, Mesh((("tp", 3),))) == 1
 
 
 def test_short_runs_of_many_ranks_are_written_in_long_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -36,10 +36,8 @@ def planned(chosen: Config, hosts: str = "aabb") -> Plan:
 def test_a_rank_copies_what_the_plan_says(parallel: dict[str, int], tied: bool) -> None:
     plan = planned(config(parallel=parallel, model=MODEL | {"tied": tied}), "a" * 16)
     scene, mesh = Scene.of(plan), plan.mesh
-    taken = [
-        Snapshot(agree(scene.state(rank), mesh, Answers(mesh.ranks_total, rank, scene.told))).nbytes
-        for rank in range(mesh.ranks_total)
-    ]
+    groups = [Answers(mesh.ranks_total, rank, scene.told) for rank in range(mesh.ranks_total)]
+    taken = [Snapshot(agree(scene.state(group.rank), mesh, group), group).nbytes for group in groups]
     each = mesh.ranks_total // mesh.size("pp")
     stage = [mesh.index(rank, "pp") for rank in range(mesh.ranks_total)]
     stages = [sum(part for part, own in zip(taken, stage, strict=True) if own == p) for p in set(stage)]
