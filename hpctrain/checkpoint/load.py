@@ -24,8 +24,11 @@ from hpctrain.errors import CheckpointError
 
 # Tensors that cannot be read in place (on a GPU, not contiguous, of another dtype) are read aside, this much at once.
 ASIDE_BYTES = 1 << 30
-# Blocks of which a rank holds only parts are read aside to be checked: of a cut by columns that is the whole tensor.
+# Blocks of which a rank holds only parts are read aside to be checked, this much at once.
 TORN_BYTES = 64 << 20
+
+Wanted = tuple[Entry, Slot]
+"""A tensor to fill, and where its bytes are."""
 
 
 def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group: Group, verify: bool = True) -> None:
@@ -37,10 +40,7 @@ def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group
     """
     check(path, index, entries)
     slots = {slot.name: slot for slot in index.slots}
-    names = crossing(entries, group.size)
-    wanted = [(entry, slots[entry.name]) for entry in entries if entry.name not in names]
-    together(group, lambda: _read(path, index, wanted, state, verify), f"reading {path}")
-    _scatter(path, slots, entries, state, group, index.table if verify else None)
+    _fetch(path, [(entry, slots[entry.name]) for entry in entries], state, group, index.table if verify else None)
 
 
 def begin(
@@ -52,7 +52,7 @@ def begin(
     other names in the file.
     """
     wanted = choice.pair(path, index, entries)
-    together(group, lambda: _read(path, index, wanted, state, verify), f"reading {path}")
+    _fetch(path, wanted, state, group, index.table if verify else None)
     return len(wanted)
 
 
@@ -106,23 +106,35 @@ def readings(index: Index, entries: Sequence[Entry], state: State, verify: bool 
     return _readings([(entry, slots[entry.name]) for entry in entries], state, index.table if verify else None)
 
 
-def _readings(wanted: Sequence[tuple[Entry, Slot]], state: State, table: int | None) -> Iterator[Reading]:
-    return (_reading(entry, slot, state, table) for entry, slot in wanted if entry.rank is not None)
+def _fetch(path: Path, wanted: Sequence[Wanted], state: State, group: Group, table: int | None) -> None:
+    """Fill tensors from their slots: each rank for itself, or together those whose short runs alternate. Collective."""
+    stored = [(_as_stored(entry, slot), slot) for entry, slot in wanted]
+    names = crossing([entry for entry, _ in stored], group.size)
+    alone = [(entry, slot) for entry, slot in stored if entry.name not in names]
+    together(group, lambda: _read(path, alone, state, table), f"reading {path}")
+    if names:
+        _scatter(path, stored, state, group, table)
 
 
-def _read(path: Path, index: Index, wanted: Sequence[tuple[Entry, Slot]], state: State, verify: bool) -> None:
-    table = index.table if verify else None
-    for batch in _batches(_readings(wanted, state, table)):
+def _as_stored(entry: Entry, slot: Slot) -> Entry:
+    """The tensor with the dtype that it has in the file."""
+    same = entry.layout.dtype == slot.dtype
+    return entry if same else replace(entry, layout=replace(entry.layout, dtype=slot.dtype))
+
+
+def _readings(stored: Sequence[Wanted], state: State, table: int | None) -> Iterator[Reading]:
+    return (_reading(entry, slot, state, table) for entry, slot in stored if entry.rank is not None)
+
+
+def _read(path: Path, stored: Sequence[Wanted], state: State, table: int | None) -> None:
+    for batch in _batches(_readings(stored, state, table)):
         _fill(path, batch, table)
 
 
 def _reading(entry: Entry, slot: Slot, state: State, table: int | None) -> Reading:
     target = state[entry.name].tensor.detach()
-    kind = getattr(torch, slot.dtype)
-    near = _near(target) if target.dtype == kind else torch.empty(target.shape, dtype=kind)
-    stored = replace(entry, layout=replace(entry.layout, dtype=slot.dtype))
-    boxes = entry.layout.boxes(entry.mesh, entry.rank)
-    found = list(pieces(stored, boxes, flat_bytes(near), slot))
+    near = _near(target, slot)
+    found = list(pieces(entry, entry.layout.boxes(entry.mesh, entry.rank), flat_bytes(near), slot))
     spans, torn = checksums.split(slot, found) if table is not None else ([], [])
     return Reading(slot, target, near, found, spans, torn)
 
@@ -145,8 +157,7 @@ def _fill(path: Path, batch: Sequence[Reading], table: int | None) -> None:
     else:
         _fill_checked(path, batch, table)
     for reading in batch:
-        if reading.near is not reading.target:
-            reading.target.copy_(reading.near)
+        _bring(reading.near, reading.target)
 
 
 def _fill_checked(path: Path, batch: Sequence[Reading], table: int) -> None:
@@ -230,30 +241,34 @@ def _check_of(slot: Slot, span: checksums.Span, table: int, have: tuple[disk.Pie
     return Check(slot, span, wanted, told, have)
 
 
-def _scatter(
-    path: Path, slots: Mapping[str, Slot], entries: Sequence[Entry], state: State, group: Group, table: int | None
-) -> None:
-    """Fill tensors whose short runs alternate between ranks: each reads whole blocks, and sends the others their parts.
+def _scatter(path: Path, stored: Sequence[Wanted], state: State, group: Group, table: int | None) -> None:
+    """Fill tensors whose short runs alternate: each rank reads whole blocks, and sends the others their parts.
 
     Collective.
     """
-    for section in sections(entries, group.size):
-        held = [entry for entry in section.entries if entry.rank is not None]
-        targets = {entry.name: state[entry.name].tensor.detach() for entry in held}
-        near = {name: _near(target) for name, target in targets.items()}
-        flat = {name: flat_bytes(memory).numpy() for name, memory in near.items()}
+    slots = {entry.name: slot for entry, slot in stored}
+    for section in sections([entry for entry, _ in stored], group.size):
+        held = [entry.name for entry in section.entries if entry.rank is not None]
+        targets = {name: state[name].tensor.detach() for name in held}
+        near = {name: _near(targets[name], slots[name]) for name in held}
+        flat = {name: flat_bytes(near[name]).numpy() for name in held}
         for stretches in section.rounds:
             one = exchange.Round(stretches, lambda entry, rank: entry.layout.boxes(entry.mesh, rank), group)
             together(group, lambda one=one: _read_ranges(path, slots, one, table), f"reading {path}")
             one.scatter(flat)
-        for name, memory in near.items():
-            if memory is not targets[name]:
-                targets[name].copy_(memory)
+        for name in held:
+            _bring(near[name], targets[name])
 
 
-def _near(target: Tensor) -> Tensor:
-    """Memory of the host to read a tensor to: its own where it can be."""
-    return target if _in_place(target) else torch.empty(target.shape, dtype=target.dtype)
+def _near(target: Tensor, slot: Slot) -> Tensor:
+    """Memory of the host to read a tensor to, as the file has it: its own where it can be."""
+    kind = getattr(torch, slot.dtype)
+    return target if target.dtype == kind and _in_place(target) else torch.empty(target.shape, dtype=kind)
+
+
+def _bring(near: Tensor, target: Tensor) -> None:
+    if near is not target:
+        target.copy_(near)
 
 
 def _read_ranges(path: Path, slots: Mapping[str, Slot], one: exchange.Round, table: int | None) -> None:
