@@ -51,6 +51,7 @@ SETTINGS = (
     Setting("io_uring", 4, depth=8),
     Setting("psync", 1, jobs=4, direct=False),
     Setting("psync", 4, jobs=4, direct=False),
+    Setting("psync", 1, jobs=4, direct=False, early=True),
     Setting("psync", 4, jobs=4, direct=False, early=True),
     Setting("psync", 4, direct=False, early=True),
 )

@@ -123,11 +123,11 @@ def _rank(clock: Clock, scene: Scene, rank: int, path: Path, config: Config) -> 
     entries = clock.time("agree on all names", rank, "tensors", lambda: agree(state, scene.plan.mesh, group))
     if group.leads:
         attributes = {"plan": scene.plan.to_json(), "config": config.model_dump()}
-        clock.time("lay out the file", rank, "tensors", lambda: _lay_out(path, entries, attributes))
-        count = sum(Slot(e.name, e.layout.shape, e.layout.dtype).blocks for e in entries)
+        slots = clock.time("lay out the file", rank, "tensors", lambda: _lay_out(path, entries, attributes))
+        count = sum(slot.blocks for slot in slots)
         made = checksums.Made(count)
         sums = clock.time("gather the checksums", rank, "blocks", lambda: checksums.met(path, [], made, group))
-        clock.time("write them and the seal", rank, "blocks", lambda: format.mark_complete(path, sums), count)
+        clock.time("write them and the seal", rank, "blocks", lambda: format.mark_complete(path, slots, sums), count)
         del sums
     index = clock.time("read the file's index", rank, "tensors", lambda: _index(path))
     clock.time("plan what to write", rank, "pieces", lambda: _pieces(entries, state, index.slots))

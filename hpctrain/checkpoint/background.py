@@ -16,16 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hpctrain.checkpoint.flight import Acts, Flight
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.format import Index, Slot
 from hpctrain.checkpoint.snapshot import Room, Snapshot, fits
-from hpctrain.checkpoint.state import Entry, State, agree
+from hpctrain.checkpoint.state import Agreement, Entry, State
 from hpctrain.checkpoint.together import led, together
-from hpctrain.comm.group import Group
-from hpctrain.plan.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +29,9 @@ log = logging.getLogger(__name__)
 class Background:
     """How the ranks of one run start saves in the background; live."""
 
-    def __init__(self, folder: Folder, mesh: Mesh, group: Group) -> None:
-        self.folder, self.mesh, self.group = folder, mesh, group
-        self._seen: dict[str, Any] | None = None  # of which tensors the ranks have agreed
+    def __init__(self, folder: Folder, agreement: Agreement) -> None:
+        self.folder, self.group = folder, agreement.group
+        self._agreement = agreement
         self._entries: tuple[Entry, ...] = ()
         self._snapshot: Snapshot | None = None
         self._fits = False
@@ -57,7 +53,7 @@ class Background:
         acts = Acts(
             make=partial(self._make, step, aside, part, attributes),
             written=partial(self._snapshot.written, self._slots),
-            publish=partial(self.folder.publish, part, step),
+            publish=partial(self.folder.publish, part, step, self._slots),
             discard=lambda: [path.unlink(missing_ok=True) for path in (aside, part)],
         )
         blocks = sum(slot.blocks for slot in self._slots)
@@ -76,19 +72,16 @@ class Background:
 
     def _agree(self, state: State) -> None:
         """Agree on the names and on whether there is memory, if any rank has other tensors than at the save before."""
-        seen = {name: (held.layout, held.tensor.numel(), held.tensor.dtype) for name, held in state.items()}
-        same = torch.tensor([int(seen == self._seen)], device=self.group.device)
-        self.group.all_reduce(same, "min")
-        if int(same):
+        entries = self._agreement.on(state)
+        if entries is self._entries:
             return
-        self._seen = self._snapshot = self._text = None
-        self._entries = agree(state, self.mesh, self.group)
-        self._snapshot = Snapshot(self._entries, self.group)
-        room = together(self.group, lambda: asdict(Room.seen(self._snapshot.nbytes)), "looking for memory")
+        self._entries, self._snapshot, self._text = (), None, None
+        made = Snapshot(entries, self.group)
+        room = together(self.group, lambda: asdict(Room.seen(made.nbytes)), "looking for memory")
         self._fits = fits([Room(**one) for one in self.group.collect(room)])
         if not self._fits and self.group.leads:
             log.warning("memory has no room for a copy of what is saved, so the run waits for each save")
-        self._seen = seen
+        self._entries, self._snapshot = entries, made
 
     # ---- what the leading rank does alone ----------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from hpctrain.checkpoint.format import Index
 from hpctrain.checkpoint.load import begin, load
 from hpctrain.checkpoint.near import Near
 from hpctrain.checkpoint.save import mpio, writer
-from hpctrain.checkpoint.state import Entry, State, agree
+from hpctrain.checkpoint.state import Agreement, Entry, State
 from hpctrain.checkpoint.together import led
 from hpctrain.comm.group import Group
 from hpctrain.config import CheckpointConfig
@@ -51,7 +51,8 @@ class Checkpoint:
         self._write = writer(config.writer, group)
         self.near = Near(config, folder, mesh, group, host)
         self._files = Folder(config, self.folder)
-        self._background = Background(self._files, mesh, group)
+        self._agreement = Agreement(mesh, group)
+        self._background = Background(self._files, self._agreement)
         self._flight: Flight | None = None
 
     def due(self, step: int) -> bool:
@@ -65,14 +66,14 @@ class Checkpoint:
         all ranks raise it, what was there before is whole, and nothing half-written is left.
         """
         self.wait()
-        entries = agree(state, self.mesh, self.group)
+        entries = self._agreement.on(state)
         begun = led(self.group, lambda: self._begin(step, entries, attributes), f"laying out step {step}")
         part, path = Path(begun["part"]), self.folder / keep.file_name(step)
         slots = Index.from_json(begun["index"]).slots
         try:
             wrote, made = self._write(part, entries, state, slots, self.group, self.config)
             sums = checksums.met(part, wrote, made, self.group)
-            led(self.group, lambda: self._files.publish(part, step, sums), f"publishing {path}")
+            led(self.group, lambda: self._files.publish(part, step, slots, sums), f"publishing {path}")
         except BaseException:
             if self.group.leads:  # without talking: after an error others may not answer
                 part.unlink(missing_ok=True)
@@ -183,7 +184,7 @@ class Checkpoint:
         """
         self.wait()
         self.near.wait()
-        entries = agree(state, self.mesh, self.group)
+        entries = self._agreement.on(state)
         self.nbytes = sum(entry.layout.nbytes for entry in entries)
         damaged: list[str] = []
         while True:

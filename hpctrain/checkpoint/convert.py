@@ -94,7 +94,7 @@ def write_anew(
         told = torch.from_numpy(np.append(sums.view(np.int64), overflowed)).to(group.device)
         group.all_reduce(told, "sum")
         sums, overflowed = told[:-1].cpu().numpy().view(np.uint64), int(told[-1])
-        led(group, lambda: _publish(part, out, sums), f"publishing {out}")
+        led(group, lambda: _publish(part, out, slots, sums), f"publishing {out}")
     except BaseException:
         if group.leads:
             part.unlink(missing_ok=True)
@@ -146,8 +146,8 @@ def _piece(part: Part, memory: Tensor) -> disk.Piece:
     return disk.Piece(part.at, memory.view(torch.uint8))
 
 
-def _publish(part: Path, out: Path, sums: np.ndarray) -> None:
-    format.mark_complete(part, sums)
+def _publish(part: Path, out: Path, slots: Sequence[Slot], sums: np.ndarray) -> None:
+    format.mark_complete(part, slots, sums)
     sync_file(part)
     os.replace(part, out)
     sync_file(out.parent)

@@ -34,11 +34,12 @@ from hpctrain.errors import IncompleteError
 
 PAGE = 4096
 CHUNK = 4 << 20  # bytes in one call
+BEGIN = 1 << 20  # bytes in one call where the disk is told to begin with them: with more, some saves took twice as long
 GAP = 1 << 16  # bytes read and thrown away rather than starting another call
 CORES = len(own_cores())
 WRITERS = min(4, CORES)  # threads of a process
 READERS = min(4, max(1, CORES // 2))  # more of them than this disturb the kernel's reading ahead
-BEGUN = 16  # chunks that a thread has on their way through the page cache before it waits for the first one
+BEGUN = 64  # such calls that a thread has on their way through the page cache before it waits for the first one
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 # By the number that statfs(2) gives. On ext4 unbuffered writes were a third slower than the page cache with the disk
@@ -51,8 +52,8 @@ WRITE, WAIT = 2, 7  # of sync_file_range(2): begin to write; wait for what was b
 class Piece:
     """Flat bytes in memory, and the offset in the file where they lie.
 
-    A long piece is moved in parts, cut at multiples of CHUNK from ``origin`` on, a multiple of PAGE; ``of`` says whose
-    the bytes are to who sees the parts.
+    A long piece is moved in parts, cut at multiples of CHUNK or BEGIN from ``origin`` on, a multiple of PAGE; ``of``
+    says whose the bytes are to who sees the parts.
     """
 
     at: int
@@ -97,8 +98,9 @@ def write(path: Path, pieces: Iterable[Piece], sync: bool, seen: Seen = unseen) 
     through = _kind(plain) in THROUGH
     direct = plain if through else _open_direct(path)
     begin = Begun(plain) if through else _leave
+    chunks = _chunks(pieces, 0, BEGIN if through else CHUNK)
     try:
-        _spread(lambda chunk, buffer: _put(chunk, buffer, plain, direct, seen, begin), _chunks(pieces, 0), WRITERS)
+        _spread(lambda chunk, buffer: _put(chunk, buffer, plain, direct, seen, begin), chunks, WRITERS)
         if sync:
             os.fsync(plain)
     except OSError as error:
@@ -202,11 +204,11 @@ def _open_direct(path: Path) -> int:
         return os.open(path, os.O_WRONLY)
 
 
-def _chunks(pieces: Iterable[Piece], gap: int) -> Iterator[Chunk]:
-    """Parts of pieces in file order, with those together that lie within ``gap`` of each other and fill no CHUNK."""
+def _chunks(pieces: Iterable[Piece], gap: int, size: int = CHUNK) -> Iterator[Chunk]:
+    """Parts of pieces in file order, with those together that lie within ``gap`` of each other and fill no ``size``."""
     chunk: Chunk = []
-    for piece in _cut(sorted(pieces, key=lambda piece: piece.at)):
-        if chunk and (piece.at - chunk[-1].end > gap or piece.end - chunk[0].at > CHUNK):
+    for piece in _cut(sorted(pieces, key=lambda piece: piece.at), size):
+        if chunk and (piece.at - chunk[-1].end > gap or piece.end - chunk[0].at > size):
             yield chunk
             chunk = []
         chunk.append(piece)
@@ -214,15 +216,15 @@ def _chunks(pieces: Iterable[Piece], gap: int) -> Iterator[Chunk]:
         yield chunk
 
 
-def _cut(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _cut(pieces: Sequence[Piece], size: int) -> Iterator[Piece]:
     for piece in pieces:
         length, done = piece.memory.numel(), 0
-        if length <= CHUNK and (piece.at - piece.origin) % CHUNK + length <= CHUNK:
+        if length <= size and (piece.at - piece.origin) % size + length <= size:
             if length:
                 yield piece
             continue
         while done < length:
-            stop = min(length, done + CHUNK - (piece.at + done - piece.origin) % CHUNK)
+            stop = min(length, done + size - (piece.at + done - piece.origin) % size)
             yield piece.part(done, stop)
             done = stop
 

@@ -54,10 +54,10 @@ class Folder:
             part.unlink(missing_ok=True)
             raise
 
-    def publish(self, part: Path, step: int, sums: np.ndarray) -> None:
+    def publish(self, part: Path, step: int, slots: Sequence[Slot], sums: np.ndarray) -> None:
         """Complete the file of ``step``, whose bytes are all there, with its checksums; name it, and prune old ones."""
         knobs, path = self.config, self.path / keep.file_name(step)
-        format.mark_complete(part, sums)
+        format.mark_complete(part, slots, sums)
         if knobs.sync:
             sync_file(part)
         keep.publish(part, path, knobs.sync)

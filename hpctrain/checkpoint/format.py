@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate, chain
@@ -138,8 +138,8 @@ def lay_out(path: Path, tensors: Sequence[Slot], step: int, attributes: dict[str
         return placed
 
 
-def mark_complete(path: Path, checksums: np.ndarray) -> None:
-    """Write the checksums, and say in the file that all its bytes are there.
+def mark_complete(path: Path, slots: Sequence[Slot], checksums: np.ndarray) -> None:
+    """Write the checksums of a file that ``lay_out`` gave these ``slots``, and say in it that all its bytes are there.
 
     One process calls it, when no other has the file open to write.
     """
@@ -147,7 +147,8 @@ def mark_complete(path: Path, checksums: np.ndarray) -> None:
         table = h5d.open(file.id, CHECKSUMS.encode())
         if checksums.size:
             table.write(h5s.ALL, h5s.ALL, checksums.astype("<u8", copy=False), DIGEST)
-        h5a.open(file.id, b"seal").write(np.array(_seal(file, tuple(_slots(file.id))), np.uint64))
+        in_order = sorted(slots, key=lambda slot: slot.name.split("/"))  # as HDF5 will name them
+        h5a.open(file.id, b"seal").write(np.array(_seal(file, in_order), np.uint64))
         h5a.open(file.id, b"complete").write(np.array(1, np.uint8))
 
 
@@ -169,48 +170,6 @@ def read_attributes(path: Path) -> dict[str, Any]:
     """What the one who saved said about the run: the ``attributes`` that were given to the save."""
     with _opened(path) as file:
         return json.loads(file.attrs["attributes"])
-
-
-def parallel() -> bool:
-    """Whether this h5py can open one file from many ranks."""
-    return bool(h5py.get_config().mpi)
-
-
-class Shared:
-    """A laid-out file that all ranks of ``comm`` have open to write together. Opening and closing are collective."""
-
-    def __init__(self, path: Path, comm: Any, hints: Mapping[str, str | int]) -> None:
-        info = comm.Get_info()
-        for key, value in hints.items():
-            info.Set(key, str(value))
-        self._file = h5py.File(path, "r+", driver="mpio", comm=comm, info=info, libver="earliest", locking=False)
-        info.Free()
-        self._how = {together: h5p.create(h5p.DATASET_XFER) for together in (False, True)}
-        self._how[True].set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
-
-    def write(self, name: str, boxes: Sequence[Any], data: np.ndarray, together: bool) -> None:
-        """Write ``data``, the bytes of ``boxes`` in row-major order.
-
-        With ``together`` all ranks call it, one with no boxes too, and MPI-IO gathers what they have into long writes.
-        """
-        dataset = h5d.open(self._file.id, name.encode())
-        space = dataset.get_space()
-        count = sum(box.size for box in boxes)
-        _select(space, boxes)
-        memory = h5s.create_simple((max(count, 1),))
-        if not count:
-            memory.select_none()
-        # The same type on both sides: HDF5 moves the bytes as they are, and never converts.
-        kind = dataset.get_type()
-        dataset.write(memory, space, data if count else np.zeros(kind.get_size(), np.uint8), kind, self._how[together])
-
-    def hints(self) -> dict[str, str]:
-        """The hints that MPI-IO was given."""
-        return dict(self._file.id.get_access_plist().get_fapl_mpio()[1])
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 _OLDER = "go on from an older checkpoint, or copy it again from where it is whole"
@@ -279,8 +238,13 @@ def _root(step: int, attributes: str) -> dict[str, Any]:
 def _put_attribute(owner: h5g.GroupID | h5d.DatasetID | h5f.FileID, name: str, value: Any) -> None:
     """A scalar attribute; a text is of variable length, since fixed ones end at 64 KiB."""
     array = np.array(value, TEXT) if isinstance(value, str) else np.asarray(value)
-    kind = h5t.py_create(array.dtype, logical=True)
-    h5a.create(owner, name.encode(), kind, SCALAR).write(array)
+    in_file, in_memory = _kinds(array.dtype)
+    h5a.create(owner, name.encode(), in_file, SCALAR).write(array, in_memory)
+
+
+@cache
+def _kinds(dtype: np.dtype) -> tuple[h5t.TypeID, h5t.TypeID]:
+    return h5t.py_create(dtype, logical=True), h5t.py_create(dtype)
 
 
 @cache
@@ -388,12 +352,3 @@ def _first(dataset: h5d.DatasetID) -> int:
     told = np.empty((), np.int64)
     h5a.open(dataset, b"first_checksum").read(told)
     return int(told)
-
-
-def _select(space: h5s.SpaceID, boxes: Sequence[Any]) -> None:
-    space.select_none()
-    for box in boxes:
-        if box.shape:
-            space.select_hyperslab(box.start, box.shape, op=h5s.SELECT_OR)
-        else:
-            space.select_all()

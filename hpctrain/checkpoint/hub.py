@@ -99,12 +99,13 @@ def bring(
     begun = led(group, lambda: _begin(out, slots, model, config), f"laying out {out}")
     aside = Path(begun["aside"])
     try:
-        placed = {slot["name"]: Place(aside, _slot(slot)) for slot in begun["slots"]}
+        laid = [_slot(slot) for slot in begun["slots"]]
+        placed = {slot.name: Place(aside, slot) for slot in laid}
         moves = [_inwards(some, found, placed) for some in hub.stacks(wanted)]
         sums = np.zeros(sum(slot.blocks for slot in slots), np.uint64)
         together(group, lambda: carry(moves, group.size, group.rank, tell, sums), f"writing {out}")
         sums = checksums.joined(sums, group)
-        led(group, lambda: _publish_file(aside, out, model, sums), f"publishing {out}")
+        led(group, lambda: _publish_file(aside, out, model, laid, sums), f"publishing {out}")
     except BaseException:
         if group.leads:
             aside.unlink(missing_ok=True)
@@ -301,8 +302,8 @@ def _begin(out: Path, slots: Sequence[Slot], model: ModelConfig, config: dict[st
     return {"aside": str(aside), "slots": [asdict(slot) for slot in placed]}
 
 
-def _publish_file(aside: Path, out: Path, model: ModelConfig, sums: np.ndarray) -> None:
-    format.mark_complete(aside, sums)
+def _publish_file(aside: Path, out: Path, model: ModelConfig, slots: Sequence[Slot], sums: np.ndarray) -> None:
+    format.mark_complete(aside, slots, sums)
     sync_file(aside)
     out.with_suffix(".toml").write_text(hub_config.toml(model), encoding="utf-8")
     os.replace(aside, out)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpctrain.checkpoint import disk, exchange, format
+from hpctrain.checkpoint import collective, disk, exchange, format
 from hpctrain.checkpoint.checksums import Made, Written, add_torn, add_whole
 from hpctrain.checkpoint.ranges import flat_bytes, piece_of, pieces, runs, write_boxes
 from hpctrain.checkpoint.shares import alternates, crossing
@@ -80,7 +80,7 @@ def mpio(
     ]
     counts = torch.tensor([len(one.calls) if alternates(one.entry) else 0 for one in planned], dtype=torch.int64)
     group.all_reduce(counts, "max")
-    file = together(group, lambda: format.Shared(path, group.comm, config.hints), f"opening {path}")
+    file = together(group, lambda: collective.Shared(path, group.comm, config.hints), f"opening {path}")
     error = _write_alone(file, path, planned, state, slots)
     error = _write_together(file, planned, counts.tolist(), state) or error
     own, made = parts(entries, state, slots), Made.of(slots)
@@ -99,8 +99,9 @@ WRITERS: dict[str, Writer] = {"direct": direct, "mpio": mpio}
 
 def writer(kind: str, group: Group) -> Writer:
     """The writer of that name; CheckpointError where it cannot work here."""
-    if kind == "mpio" and not (format.parallel() and hasattr(group, "comm")):
-        lacking = f"these ranks talk by {type(group).__name__}" if format.parallel() else "this h5py is a serial build"
+    if kind == "mpio" and not (collective.parallel() and hasattr(group, "comm")):
+        talk = f"these ranks talk by {type(group).__name__}"
+        lacking = talk if collective.parallel() else "this h5py is a serial build"
         raise CheckpointError(
             'checkpoint.writer = "mpio" cannot be used here',
             f"{lacking}; mpio needs h5py built with HDF5_MPI=ON, and ranks that talk by MPI",
@@ -160,7 +161,7 @@ def _part(box: Box, start: int, limit: int) -> tuple[Box, ...]:
 
 
 def _write_alone(
-    file: format.Shared, path: Path, planned: Sequence[Planned], state: State, slots: Sequence[format.Slot]
+    file: collective.Shared, path: Path, planned: Sequence[Planned], state: State, slots: Sequence[format.Slot]
 ) -> Exception | None:
     """Write what lies in long runs: collective buffering would only send it through other ranks, 10 times slower."""
     places = {slot.name: slot.offset for slot in slots}
@@ -178,7 +179,7 @@ def _write_alone(
 
 
 def _write_together(
-    file: format.Shared, planned: Sequence[Planned], counts: Sequence[int], state: State
+    file: collective.Shared, planned: Sequence[Planned], counts: Sequence[int], state: State
 ) -> Exception | None:
     """Make as many calls for each tensor as any rank does, also after an error: others wait in the same call."""
     error: Exception | None = None
@@ -204,7 +205,7 @@ def _gathered(entry: Entry, boxes: Sequence[Box], state: State) -> np.ndarray:
     return torch.cat([memory[start * size : stop * size] for start, stop in spans]).cpu().numpy()
 
 
-def _end(file: format.Shared, path: Path, error: Exception | None, written: Iterator[disk.Piece]) -> None:
+def _end(file: collective.Shared, path: Path, error: Exception | None, written: Iterator[disk.Piece]) -> None:
     """Close the file, and raise what went wrong.
 
     HDF5 keeps the system's number of an error to itself, so what it could not write is written once more without it: a

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.together import together
@@ -65,6 +66,26 @@ def agree(state: State, mesh: Mesh, group: Group) -> tuple[Entry, ...]:
     layouts, sides = _merged(shared or {distinct[0]: mine}, digests)
     views: dict[frozenset[str], View] = {}
     return tuple(_entry(name, layouts[name], sides[name], digests, mesh, group.rank, views) for name in sorted(layouts))
+
+
+class Agreement:
+    """What the ranks of one run have agreed on, as long as all of them have the same tensors; live."""
+
+    def __init__(self, mesh: Mesh, group: Group) -> None:
+        self.mesh, self.group = mesh, group
+        self._seen: dict[str, Any] | None = None
+        self._entries: tuple[Entry, ...] = ()
+
+    def on(self, state: State) -> tuple[Entry, ...]:
+        """As ``agree``; the very entries of the call before, where no rank has other tensors than then. Collective."""
+        seen = {name: (held.layout, held.tensor.numel(), held.tensor.dtype) for name, held in state.items()}
+        same = torch.tensor([int(seen == self._seen)], device=self.group.device)
+        self.group.all_reduce(same, "min")
+        if not int(same):
+            self._seen = None
+            self._entries = agree(state, self.mesh, self.group)
+            self._seen = seen
+        return self._entries
 
 
 def catalog(layouts: Mapping[str, Layout]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpctrain.checkpoint import disk, format, save, stripes
+from hpctrain.checkpoint import collective, disk, format, save, stripes
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import agree
 from hpctrain.comm.group import Group
@@ -28,7 +28,7 @@ from tests.support import states
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
-WRITERS = ["direct", pytest.param("mpio", marks=pytest.mark.skipif(not format.parallel(), reason="h5py is serial"))]
+WRITERS = ["direct", pytest.param("mpio", marks=pytest.mark.skipif(not collective.parallel(), reason="h5py is serial"))]
 UNEVEN = {
     f"optim/exp_avg/{'x'.join(map(str, shape)) or 'scalar'}": Layout(shape, "float32")
     for shape in ((), (0,), (1,), (3,), (5,), (7,), (129,), (1000,), (7, 1, 129), (3, 0, 5))
@@ -127,7 +127,7 @@ def test_what_four_ranks_write_in_the_background_is_the_file_of_a_save_that_is_w
     assert listed(folder / "behind", four) == ["latest", "step-00000001.h5"]
 
 
-@pytest.mark.skipif(not format.parallel(), reason="h5py is serial")
+@pytest.mark.skipif(not collective.parallel(), reason="h5py is serial")
 def test_the_mpio_writer_saves_at_once_instead_of_in_the_background(folder: Path, four: Group):
     state = states.filled(MIXED, mesh(4), four.rank, 1)
     path = point(folder, four, writer="mpio").begin(1, state, {"run": "tiny"})
@@ -162,7 +162,7 @@ def test_stages_with_other_names_and_a_rank_with_none_make_one_file(folder: Path
     assert taken(folder, four, layouts) == (1, [])
 
 
-@pytest.mark.skipif(not format.parallel(), reason="h5py is serial")
+@pytest.mark.skipif(not collective.parallel(), reason="h5py is serial")
 @pytest.mark.parametrize("call_bytes", [1000, 40_000, 1 << 30])
 def test_all_ranks_make_as_many_collective_calls_none_above_the_limit(
     folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch, call_bytes: int
@@ -173,13 +173,13 @@ def test_all_ranks_make_as_many_collective_calls_none_above_the_limit(
         "model/columns": Layout((30, 21), "float64", (Cut(1, ("dp",)),)),
         "model/few.columns": Layout((400, 3), "float32", (Cut(1, ("dp",)),)),  # none for the last rank
     }
-    calls, real = [], format.Shared.write
+    calls, real = [], collective.Shared.write
 
     def write(self, name, boxes, data, together):
         calls.append((name, data.nbytes, together))
         real(self, name, boxes, data, together)
 
-    monkeypatch.setattr(format.Shared, "write", write)
+    monkeypatch.setattr(collective.Shared, "write", write)
     state = states.filled(layouts, mesh(4), four.rank, 1)
     path = folder / "file.h5"
     entries = agree(state, mesh(4), four)
@@ -187,30 +187,30 @@ def test_all_ranks_make_as_many_collective_calls_none_above_the_limit(
     told = four.share([asdict(slot) for slot in format.lay_out(path, slots, 1, {})] if four.leads else None)
     placed = [format.Slot(**slot) for slot in told]
     save.mpio(path, entries, state, placed, four, CheckpointConfig(sync=False), call_bytes)
-    collective = [name for name, _, together in calls if together]
-    assert {tuple(names) for names in four.collect(collective)} == {tuple(collective)}
-    assert set(collective) == {"model/columns", "model/few.columns"}
+    joint = [name for name, _, together in calls if together]
+    assert {tuple(names) for names in four.collect(joint)} == {tuple(joint)}
+    assert set(joint) == {"model/columns", "model/few.columns"}
     assert max(size for _, size, _ in calls) <= call_bytes
     with h5py.File(path, locking=False) as file:
         found = {name: states.bits(torch.from_numpy(file[name][...])) for name in layouts}
     assert found == {name: states.bits(states.whole(layout, 1)) for name, layout in layouts.items()}
 
 
-@pytest.mark.skipif(not format.parallel(), reason="h5py is serial")
+@pytest.mark.skipif(not collective.parallel(), reason="h5py is serial")
 def test_hints_reach_mpi_io(folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch):
-    given, real = [], format.Shared.close
+    given, real = [], collective.Shared.close
 
-    def close(self: format.Shared) -> None:
+    def close(self: collective.Shared) -> None:
         given.append(self.hints())
         real(self)
 
-    monkeypatch.setattr(format.Shared, "close", close)
+    monkeypatch.setattr(collective.Shared, "close", close)
     put(folder, four, MIXED, writer="mpio", hints={"cb_nodes": 2, "romio_cb_write": "enable"})
     assert given[0].items() >= {"cb_nodes": "2", "romio_cb_write": "enable"}.items()
     assert taken(folder, four, MIXED) == (1, [])
 
 
-@pytest.mark.skipif(not format.parallel(), reason="h5py is serial")
+@pytest.mark.skipif(not collective.parallel(), reason="h5py is serial")
 def test_a_file_with_stripes_is_made_by_mpi_io_and_filled(folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch):
     made, real = [], stripes.make
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from hpctrain.bench.ckpt import CUTS, WRITERS, Plan, run
-from hpctrain.checkpoint import format
+from hpctrain.checkpoint import collective
 from hpctrain.cluster.world import World
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
-OURS = ["direct", *(["mpio"] if format.parallel() else [])]
+OURS = ["direct", *(["mpio"] if collective.parallel() else [])]
 FIO = [("fio", operation) for operation in ("save", "load", "overwrite")] if shutil.which("fio") else []
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint import background, flight, format, save
+from hpctrain.checkpoint import flight, format, save
+from hpctrain.checkpoint import state as agreement
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.snapshot import Room, fits
@@ -92,8 +93,8 @@ def test_a_save_has_the_attributes_of_the_moment_when_it_began(tmp_path: Path):
 
 
 def test_ranks_agree_on_the_tensors_once_and_again_when_one_rank_has_others(tmp_path: Path, monkeypatch):
-    mesh, calls, real = Mesh((("dp", 2),)), [], background.agree
-    monkeypatch.setattr(background, "agree", lambda *rest: calls.append(1) or real(*rest))
+    mesh, calls, real = Mesh((("dp", 2),)), [], agreement.agree
+    monkeypatch.setattr(agreement, "agree", lambda *rest: calls.append(1) or real(*rest))
 
     def act(point: Checkpoint, rank: int) -> None:
         for step in (1, 2):

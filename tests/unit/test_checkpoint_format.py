@@ -194,14 +194,14 @@ def test_a_cut_off_file_is_called_incomplete(tmp_path: Path, part: float):
 
 def test_a_file_whose_writing_did_not_end_is_called_incomplete(tmp_path: Path):
     path = tmp_path / "begun.h5"
-    format.lay_out(path, [format.Slot("model/a", (10,), "float32", 0)], 3, {})
+    slots = format.lay_out(path, [format.Slot("model/a", (10,), "float32", 0)], 3, {})
     with pytest.raises(IncompleteError) as caught:
         format.read_index(path)
     assert str(caught.value) == (
         f"{path} is incomplete\n  its writing did not come to the end\n"
         "  go on from an older checkpoint, or copy it again from where it is whole"
     )
-    format.mark_complete(path, np.zeros(1, np.uint64))
+    format.mark_complete(path, slots, np.zeros(1, np.uint64))
     assert format.read_index(path).step == 3
 
 

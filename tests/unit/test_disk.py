@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import disk
-from hpctrain.checkpoint.disk import CHUNK, PAGE, Piece
+from hpctrain.checkpoint.disk import BEGIN, CHUNK, PAGE, Piece
 from hpctrain.errors import IncompleteError
 
 PLACES = st.lists(
@@ -105,25 +106,26 @@ def test_neighbours_go_out_in_one_write(tmp_path: Path, monkeypatch):
     assert len(written) <= 3
 
 
-@pytest.mark.parametrize("through", [NONE, ALL])
-def test_every_byte_is_seen_once_as_it_is_written_and_read(tmp_path: Path, monkeypatch, through: range):
-    path, lock, seen = tmp_path / "file", Lock(), []
+@pytest.mark.parametrize(("through", "step"), [(NONE, CHUNK), (ALL, BEGIN)])
+def test_every_byte_is_seen_once_as_it_is_written_and_read(tmp_path: Path, monkeypatch, through: range, step: int):
+    path, lock = tmp_path / "file", Lock()
     monkeypatch.setattr(disk, "THROUGH", through)
     places = pieces_at([(5, 3 * CHUNK + 777), (0, 10), (70_000, PAGE)])
     pieces = [Piece(piece.at, piece.memory, PAGE, number) for number, piece in enumerate(places)]
 
-    def look(part: Piece) -> None:
+    def look(seen: list, part: Piece) -> None:
         with lock:
             seen.append((part.of, part.at, part.memory.clone()))
 
     _made(path, 4 * CHUNK)
-    disk.write(path, pieces, False, look)
-    disk.read(path, [Piece(one.at, torch.zeros_like(one.memory), PAGE, one.of) for one in pieces], look)
+    written, read = [], []
+    disk.write(path, pieces, False, partial(look, written))
+    disk.read(path, [Piece(one.at, torch.zeros_like(one.memory), PAGE, one.of) for one in pieces], partial(look, read))
     for piece in pieces:
-        parts = sorted(((at, memory) for of, at, memory in seen if of == piece.of), key=lambda part: part[0])
-        for turn in (parts[::2], parts[1::2]):
-            assert torch.equal(torch.cat([memory for _, memory in turn]), piece.memory)
-            assert all((at - PAGE) % CHUNK == 0 for at, _ in turn[1:])
+        for seen, each in ((written, step), (read, CHUNK)):
+            parts = sorted(((at, memory) for of, at, memory in seen if of == piece.of), key=lambda part: part[0])
+            assert torch.equal(torch.cat([memory for _, memory in parts]), piece.memory)
+            assert all((at - PAGE) % each == 0 for at, _ in parts[1:])
 
 
 def test_a_disk_that_cannot_be_told_to_begin_gets_all_by_fsync(tmp_path: Path, monkeypatch):

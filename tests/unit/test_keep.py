@@ -23,7 +23,7 @@ def whole(folder: Path, step: int) -> Path:
     """A whole checkpoint of no tensors."""
     path = folder / keep.file_name(step)
     format.lay_out(path, [], step, {})
-    format.mark_complete(path, np.empty(0, np.uint64))
+    format.mark_complete(path, [], np.empty(0, np.uint64))
     return path
 
 
