@@ -33,8 +33,9 @@ from hpctrain.comm.meet import own_cores
 from hpctrain.errors import IncompleteError
 
 PAGE = 4096
-CHUNK = 4 << 20  # bytes in one call
-BEGIN = 1 << 20  # bytes in one call where the disk is told to begin with them: with more, some saves took twice as long
+# Bytes in one call that writes unbuffered, that writes where the disk is told to begin with them (with more, some saves
+# took twice as long), and that reads (the kernel reads ahead, and catches up sooner after a jump).
+CHUNK, BEGIN, READ = 1 << 22, 1 << 20, 1 << 19
 GAP = 1 << 16  # bytes read and thrown away rather than starting another call
 CORES = len(own_cores())
 WRITERS = min(4, CORES)  # threads of a process
@@ -52,7 +53,7 @@ WRITE, WAIT = 2, 7  # of sync_file_range(2): begin to write; wait for what was b
 class Piece:
     """Flat bytes in memory, and the offset in the file where they lie.
 
-    A long piece is moved in parts, cut at multiples of CHUNK or BEGIN from ``origin`` on, a multiple of PAGE; ``of``
+    A long piece is moved in parts, cut at multiples of a call's bytes from ``origin`` on, a multiple of PAGE; ``of``
     says whose the bytes are to who sees the parts.
     """
 
@@ -116,8 +117,9 @@ def read(path: Path, pieces: Iterable[Piece], seen: Seen = unseen) -> None:
     ``seen`` is called by several threads, once with every part of a piece, just after it was filled.
     """
     opened = os.open(path, os.O_RDONLY)
+    chunks = _chunks(pieces, GAP, READ)
     try:
-        _spread(lambda chunk, buffer: _get(chunk, buffer, opened, path, seen), _chunks(pieces, GAP), READERS)
+        _spread(lambda chunk, buffer: _get(chunk, buffer, opened, path, seen), chunks, READERS)
     except OSError as error:
         raise _named(error, path) from None
     finally:

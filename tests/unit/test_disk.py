@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import disk
-from hpctrain.checkpoint.disk import BEGIN, CHUNK, PAGE, Piece
+from hpctrain.checkpoint.disk import BEGIN, CHUNK, PAGE, READ, Piece
 from hpctrain.errors import IncompleteError
 
 PLACES = st.lists(
@@ -122,7 +122,7 @@ def test_every_byte_is_seen_once_as_it_is_written_and_read(tmp_path: Path, monke
     disk.write(path, pieces, False, partial(look, written))
     disk.read(path, [Piece(one.at, torch.zeros_like(one.memory), PAGE, one.of) for one in pieces], partial(look, read))
     for piece in pieces:
-        for seen, each in ((written, step), (read, CHUNK)):
+        for seen, each in ((written, step), (read, READ)):
             parts = sorted(((at, memory) for of, at, memory in seen if of == piece.of), key=lambda part: part[0])
             assert torch.equal(torch.cat([memory for _, memory in parts]), piece.memory)
             assert all((at - PAGE) % each == 0 for at, _ in parts[1:])
