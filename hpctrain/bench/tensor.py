@@ -28,6 +28,7 @@ from hpctrain.comm.group import Group
 from hpctrain.comm.groups import Groups
 from hpctrain.comm.store import open_store
 from hpctrain.config import Config
+from hpctrain.errors import UsageError
 from hpctrain.model.init import initialise
 from hpctrain.model.transformer import Transformer
 from hpctrain.parallel.tensor import tensor_parallel
@@ -53,7 +54,8 @@ class Scene:
 
     @classmethod
     def open(cls, config: Config, world: World) -> Scene:
-        """Set the scene for all ranks as one tensor-parallel group. Collective."""
+        """Set the scene for all ranks as one tensor-parallel group. Collective. UsageError for a model with experts."""
+        check(config)
         Site.settle(config, world)
         shape = replace(ModelShape.of(config.model, 1), tied=False, dropout=0.0, head_norm=False)  # as the peer
         if config.model.vocabulary == "auto":
@@ -68,6 +70,16 @@ class Scene:
         model = Transformer(self.shape)
         initialise(model, self.shape, self.seed)
         return model
+
+
+def check(config: Config) -> None:
+    """Raise UsageError for a model that torch's DTensor has no plan for here."""
+    if config.model.experts:
+        raise UsageError(
+            f"bench tensor has no model with experts: model.experts is {config.model.experts}",
+            "its peer, torch's tensor parallelism, has dense blocks alone",
+            "give a dense configuration, such as configs/bench-34m.toml",
+        )
 
 
 @dataclass(frozen=True)

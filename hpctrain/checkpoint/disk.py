@@ -232,7 +232,10 @@ def _cut(pieces: Sequence[Piece], size: int) -> Iterator[Piece]:
 
 
 def _spread(act: Callable[[Chunk, Buffer], None], chunks: Iterator[Chunk], threads: int) -> None:
-    """Let threads take one chunk after another; after an error none takes another one, and it is raised."""
+    """Let threads take one chunk after another; after an error none takes another one, and it is raised.
+
+    Where there is one, it is the caller's.
+    """
     lock, stopped = Lock(), False
 
     def take() -> Chunk | None:
@@ -249,6 +252,8 @@ def _spread(act: Callable[[Chunk, Buffer], None], chunks: Iterator[Chunk], threa
             stopped = True
             raise
 
+    if threads == 1:
+        return work()
     with ThreadPoolExecutor(threads, "checkpoint") as pool:
         workers = [pool.submit(work) for _ in range(threads)]
     for worker in workers:

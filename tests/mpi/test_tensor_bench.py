@@ -11,6 +11,7 @@ from mpi4py import MPI
 from hpctrain.bench.tensor import CONTESTANTS, Scene, run
 from hpctrain.cluster.world import World
 from hpctrain.config import Config, parse
+from hpctrain.errors import UsageError
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
@@ -32,3 +33,12 @@ def test_every_contestant_has_a_row_and_the_loss_of_the_others(
     losses = [row.loss for row in rows if row.name != "one" or part.rank == 0]
     assert losses == pytest.approx([rows[-1].loss] * len(losses), rel=1e-5)
     assert all(row.tokens_per_second == pytest.approx(config.train.microbatch * 16 / row.seconds) for row in rows)
+
+
+def test_a_model_with_experts_is_refused(first: Callable[[int], MPI.Comm | None]) -> None:
+    part = first(2)
+    if part is None:
+        return
+    knobs = (*KNOBS, "family=mixtral", "kv_heads=2", "experts=4", "experts_per_token=2")
+    with pytest.raises(UsageError, match="bench tensor has no model with experts: model.experts is 4"):
+        Scene.open(parse({}, tuple(f"model.{knob}" for knob in knobs)), World.of(part))
