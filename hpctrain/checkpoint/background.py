@@ -32,7 +32,7 @@ class Background:
     def __init__(self, folder: Folder, agreement: Agreement) -> None:
         self.folder, self.group = folder, agreement.group
         self._agreement = agreement
-        self._entries: tuple[Entry, ...] = ()
+        self._entries: tuple[Entry, ...] | None = None  # of which there is a snapshot
         self._snapshot: Snapshot | None = None
         self._fits = False
         self._slots: tuple[Slot, ...] = ()
@@ -75,7 +75,7 @@ class Background:
         entries = self._agreement.on(state)
         if entries is self._entries:
             return
-        self._entries, self._snapshot, self._text = (), None, None
+        self._entries = self._snapshot = self._text = None
         made = Snapshot(entries, self.group)
         room = together(self.group, lambda: asdict(Room.seen(made.nbytes)), "looking for memory")
         self._fits = fits([Room(**one) for one in self.group.collect(room)])
