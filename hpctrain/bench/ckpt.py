@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from hpctrain.bench import fio
-from hpctrain.checkpoint import collective
+from hpctrain.checkpoint import shared_file
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.state import Held
 from hpctrain.cluster.world import World
@@ -194,7 +194,7 @@ def run(folder: Path, world: World | None = None, plan: Plan | None = None) -> l
         with World.join() as joined:
             return run(folder, joined, plan)
     scene = Scene(plan or Plan(), world)
-    mpio = collective.parallel() and world.comm is not None
+    mpio = shared_file.available() and world.comm is not None
     ours = [name for name in scene.plan.writers if mpio or name != "mpio"]
     with _Place(folder, scene.group) as place:
         speeds = scene.group.share(

@@ -142,28 +142,18 @@ def reserve(path: Path) -> None:
         os.close(opened)
 
 
-def lacking(path: Path, pieces: Iterable[Piece]) -> int:
-    """How many of the pieces' bytes are not in the file, after somebody else wrote them.
-
-    Only where the file has holes is it read, and only those pieces: a file system may store zeros as a hole.
-    """
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        return sum(_lacking(chunk, opened) for chunk in _chunks(pieces, GAP))
-    finally:
-        os.close(opened)
-
-
-def _lacking(chunk: Chunk, opened: int) -> int:
-    try:
-        if os.lseek(opened, chunk[0].at, os.SEEK_HOLE) >= chunk[-1].end:
-            return 0
-    except OSError as error:
-        if error.errno != errno.ENXIO:  # beyond the end of the file: all of it is lacking
-            raise
-    found = [os.pread(opened, piece.memory.numel(), piece.at) for piece in chunk]
-    wrong = (piece for piece, seen in zip(chunk, found, strict=True) if piece.memory.cpu().numpy().tobytes() != seen)
-    return sum(piece.memory.numel() for piece in wrong)
+def cut(pieces: Sequence[Piece], size: int) -> Iterator[Piece]:
+    """Parts of the pieces, cut at multiples of ``size`` from where each counts from."""
+    for piece in pieces:
+        length, done = piece.memory.numel(), 0
+        if length <= size and (piece.at - piece.origin) % size + length <= size:
+            if length:
+                yield piece
+            continue
+        while done < length:
+            stop = min(length, done + size - (piece.at + done - piece.origin) % size)
+            yield piece.part(done, stop)
+            done = stop
 
 
 def _kind(opened: int) -> int:
@@ -209,26 +199,13 @@ def _open_direct(path: Path) -> int:
 def _chunks(pieces: Iterable[Piece], gap: int, size: int = CHUNK) -> Iterator[Chunk]:
     """Parts of pieces in file order, with those together that lie within ``gap`` of each other and fill no ``size``."""
     chunk: Chunk = []
-    for piece in _cut(sorted(pieces, key=lambda piece: piece.at), size):
+    for piece in cut(sorted(pieces, key=lambda piece: piece.at), size):
         if chunk and (piece.at - chunk[-1].end > gap or piece.end - chunk[0].at > size):
             yield chunk
             chunk = []
         chunk.append(piece)
     if chunk:
         yield chunk
-
-
-def _cut(pieces: Sequence[Piece], size: int) -> Iterator[Piece]:
-    for piece in pieces:
-        length, done = piece.memory.numel(), 0
-        if length <= size and (piece.at - piece.origin) % size + length <= size:
-            if length:
-                yield piece
-            continue
-        while done < length:
-            stop = min(length, done + size - (piece.at + done - piece.origin) % size)
-            yield piece.part(done, stop)
-            done = stop
 
 
 def _spread(act: Callable[[Chunk, Buffer], None], chunks: Iterator[Chunk], threads: int) -> None:

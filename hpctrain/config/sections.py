@@ -261,8 +261,8 @@ class CheckpointConfig(Section):
     sync: bool = True
     """Whether a save ends only when the disk has the bytes (fsync)."""
     hints: dict[str, str | int] = {}
-    """Hints that the ``mpio`` writer gives to MPI-IO, e.g. ``cb_nodes``; each MPI library knows its own. The file of
-    ``job.machine`` fills in those that are left out."""
+    """Hints that the ``mpio`` writer gives to MPI-IO, e.g. ``striping_factor``; each MPI library knows its own. The
+    file of ``job.machine`` fills in those that are left out."""
 
     @model_validator(mode="after")
     def _near_has_a_folder(self) -> CheckpointConfig:

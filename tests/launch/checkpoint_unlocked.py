@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 from mpi4py import MPI
 
-from hpctrain.checkpoint import collective
+from hpctrain.checkpoint import shared_file
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.convert import Change, convert
 from hpctrain.checkpoint.diff import diff
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     """Each writer saves twice; what it wrote is gone on from, checked, converted and compared."""
     group = MpiGroup(MPI.COMM_WORLD)
     mesh = Mesh((("dp", group.size),))
-    for writer in ["direct", *(["mpio"] if collective.parallel() else [])]:
+    for writer in ["direct", *(["mpio"] if shared_file.available() else [])]:
         point = Checkpoint(CheckpointConfig(writer=writer, keep=1), folder / writer, mesh, group)
         for step in (1, 2):
             path = point.save(step, states.filled(LAYOUTS, mesh, group.rank, step), {})

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint import collective
+from hpctrain.checkpoint import shared_file
 
 LOOP = Path(__file__).with_name("checkpoint_loop.py")
 RANKS = 4
 WAYS = [
     ("direct", "at once"),
     ("direct", "background"),
-    pytest.param("mpio", "at once", marks=pytest.mark.skipif(not collective.parallel(), reason="h5py is serial")),
+    pytest.param("mpio", "at once", marks=pytest.mark.skipif(not shared_file.available(), reason="h5py is serial")),
 ]
 
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from hpctrain.bench.ckpt import CUTS, WRITERS, Plan, run
-from hpctrain.checkpoint import collective
+from hpctrain.checkpoint import shared_file
 from hpctrain.cluster.world import World
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
-OURS = ["direct", *(["mpio"] if collective.parallel() else [])]
+OURS = ["direct", *(["mpio"] if shared_file.available() else [])]
 FIO = [("fio", operation) for operation in ("save", "load", "overwrite")] if shutil.which("fio") else []
 
 

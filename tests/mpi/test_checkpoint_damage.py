@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from hpctrain.checkpoint import collective, disk
+from hpctrain.checkpoint import disk, shared_file
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.format import read_index
 from hpctrain.checkpoint.verify import verify
@@ -26,7 +26,8 @@ from tests.support import states
 
 pytestmark = pytest.mark.mpi(min_size=4)
 
-WRITERS = ["direct", pytest.param("mpio", marks=pytest.mark.skipif(not collective.parallel(), reason="h5py is serial"))]
+SERIAL = pytest.mark.skipif(not shared_file.available(), reason="h5py is serial")
+WRITERS = ["direct", pytest.param("mpio", marks=SERIAL)]
 MESH = Mesh((("dp", 4),))
 LAYOUTS = {
     "model/columns": Layout((300, 701), "float32", (Cut(1, ("dp",)),)),

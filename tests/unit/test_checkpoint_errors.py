@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint import collective, disk, format, keep
+from hpctrain.checkpoint import disk, format, keep, shared_file
 from hpctrain.checkpoint.checkpoint import Checkpoint
 from hpctrain.checkpoint.save import writer
 from hpctrain.checkpoint.state import Held
@@ -235,7 +235,7 @@ def test_due_is_every_so_many_steps_and_never_at_the_start():
 
 def test_mpio_without_parallel_hdf5_says_what_to_do(monkeypatch):
     for parallel, why in ((False, "this h5py is a serial build"), (True, "these ranks talk by SoloGroup")):
-        monkeypatch.setattr(collective, "parallel", lambda parallel=parallel: parallel)
+        monkeypatch.setattr(shared_file, "available", lambda parallel=parallel: parallel)
         with pytest.raises(CheckpointError) as caught:
             Checkpoint(CheckpointConfig(writer="mpio"), Path("x"), Mesh((("dp", 1),)), SoloGroup())
         assert str(caught.value) == (

@@ -212,18 +212,6 @@ def test_room_is_set_aside_for_the_whole_file(tmp_path: Path):
     assert path.read_bytes() == bytes(3 * CHUNK)
 
 
-def test_pieces_that_never_came_are_counted_and_zeros_are_not_missed(tmp_path: Path):
-    path = tmp_path / "file"
-    _made(path, 100 * PAGE)
-    zeros = Piece(5, torch.zeros(10 * PAGE, dtype=torch.uint8))
-    ones = [Piece(20 * PAGE + gap, torch.ones(PAGE, dtype=torch.uint8)) for gap in (0, 3 * PAGE)]
-    beyond = Piece(200 * PAGE, torch.ones(10, dtype=torch.uint8))
-    assert disk.lacking(path, [zeros]) == 0
-    assert disk.lacking(path, [zeros, *ones, beyond]) == 2 * PAGE + 10
-    disk.write(path, ones, sync=False)
-    assert disk.lacking(path, [zeros, *ones]) == 0
-
-
 def fcntl_flags(opened: int) -> int:
     """The flags that a file was opened with."""
     import fcntl
