@@ -8,6 +8,8 @@ with them. No MPI call is made here.
 
 Reading goes through the page cache: replicas on one node then read the disk once.
 
+Ranks that begin each at another share of what they have (``begin``) keep out of each other's way.
+
 Whoever writes or reads may look at the bytes while they are in a processor's cache (``seen``), such as to digest them:
 the threads that would wait for the disk do it, and memory is gone through once.
 """
@@ -17,10 +19,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
 from threading import Lock
@@ -89,7 +93,7 @@ def unseen(piece: Piece) -> None:
     """What is done with bytes that nobody wants to see."""
 
 
-def write(path: Path, pieces: Iterable[Piece], sync: bool, seen: Seen = unseen) -> None:
+def write(path: Path, pieces: Iterable[Piece], sync: bool, seen: Seen = unseen, begin: float = 0) -> None:
     """Write every piece to its place in a file that is there; with ``sync`` the disk has them on return.
 
     ``seen`` is called by several threads, once with every part of a piece, in memory of the host, just before it is
@@ -98,10 +102,10 @@ def write(path: Path, pieces: Iterable[Piece], sync: bool, seen: Seen = unseen) 
     plain = os.open(path, os.O_WRONLY)
     through = _kind(plain) in THROUGH
     direct = plain if through else _open_direct(path)
-    begin = Begun(plain) if through else _leave
-    chunks = _chunks(pieces, 0, BEGIN if through else CHUNK)
+    tell = Begun(plain) if through else _leave
+    chunks = _chunks(order(pieces, begin), 0, BEGIN if through else CHUNK)
     try:
-        _spread(lambda chunk, buffer: _put(chunk, buffer, plain, direct, seen, begin), chunks, WRITERS)
+        _spread(lambda chunk, buffer: _put(chunk, buffer, plain, direct, seen, tell), chunks, WRITERS)
         if sync:
             os.fsync(plain)
     except OSError as error:
@@ -111,13 +115,13 @@ def write(path: Path, pieces: Iterable[Piece], sync: bool, seen: Seen = unseen) 
             os.close(opened)
 
 
-def read(path: Path, pieces: Iterable[Piece], seen: Seen = unseen) -> None:
+def read(path: Path, pieces: Iterable[Piece], seen: Seen = unseen, begin: float = 0) -> None:
     """Fill the memory of every piece from its place in the file. Raises IncompleteError where the file ends early.
 
     ``seen`` is called by several threads, once with every part of a piece, just after it was filled.
     """
     opened = os.open(path, os.O_RDONLY)
-    chunks = _chunks(pieces, GAP, READ)
+    chunks = _chunks(order(pieces, begin), GAP, READ)
     try:
         _spread(lambda chunk, buffer: _get(chunk, buffer, opened, path, seen), chunks, READERS)
     except OSError as error:
@@ -142,7 +146,15 @@ def reserve(path: Path) -> None:
         os.close(opened)
 
 
-def cut(pieces: Sequence[Piece], size: int) -> Iterator[Piece]:
+def order(pieces: Iterable[Piece], begin: float = 0) -> list[Piece]:
+    """The pieces as they lie in the file, from the share ``begin`` of their bytes on; what is before it comes last."""
+    ordered = sorted(pieces, key=lambda piece: piece.at)
+    ends = list(accumulate(piece.memory.numel() for piece in ordered))
+    first = bisect_right(ends, begin * ends[-1]) if ends else 0
+    return ordered[first:] + ordered[:first]
+
+
+def cut(pieces: Iterable[Piece], size: int) -> Iterator[Piece]:
     """Parts of the pieces, cut at multiples of ``size`` from where each counts from."""
     for piece in pieces:
         length, done = piece.memory.numel(), 0
@@ -196,11 +208,11 @@ def _open_direct(path: Path) -> int:
         return os.open(path, os.O_WRONLY)
 
 
-def _chunks(pieces: Iterable[Piece], gap: int, size: int = CHUNK) -> Iterator[Chunk]:
-    """Parts of pieces in file order, with those together that lie within ``gap`` of each other and fill no ``size``."""
+def _chunks(pieces: Iterable[Piece], gap: int, size: int) -> Iterator[Chunk]:
+    """Parts of pieces in their order; together are those that lie within ``gap`` of each other and fill no ``size``."""
     chunk: Chunk = []
-    for piece in cut(sorted(pieces, key=lambda piece: piece.at), size):
-        if chunk and (piece.at - chunk[-1].end > gap or piece.end - chunk[0].at > size):
+    for piece in cut(pieces, size):
+        if chunk and not (0 <= piece.at - chunk[-1].end <= gap and piece.end - chunk[0].at <= size):
             yield chunk
             chunk = []
         chunk.append(piece)
@@ -237,12 +249,12 @@ def _spread(act: Callable[[Chunk, Buffer], None], chunks: Iterator[Chunk], threa
         worker.result()
 
 
-def _put(chunk: Chunk, buffer: Buffer, plain: int, direct: int, seen: Seen, begin: Callable[[int, int], None]) -> None:
+def _put(chunk: Chunk, buffer: Buffer, plain: int, direct: int, seen: Seen, tell: Callable[[int, int], None]) -> None:
     start, stop = chunk[0].at, chunk[-1].end
     if plain == direct and len(chunk) == 1 and chunk[0].memory.device.type == "cpu":
         seen(chunk[0])
         _pwrite(plain, memoryview(chunk[0].memory.numpy()), start, plain)
-        return begin(start, stop - start)
+        return tell(start, stop - start)
     base = start - start % PAGE  # the buffer's first byte belongs here, so both are aligned alike
     for piece in chunk:
         copy = buffer.tensor[piece.at - base : piece.end - base].copy_(piece.memory)
@@ -251,7 +263,7 @@ def _put(chunk: Chunk, buffer: Buffer, plain: int, direct: int, seen: Seen, begi
     first, last = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
     if first >= last or plain == direct:
         _pwrite(plain, buffer.bytes[start - base : stop - base], start, plain)
-        return begin(start, stop - start)
+        return tell(start, stop - start)
     _pwrite(plain, buffer.bytes[start - base : first - base], start, plain)
     _pwrite(direct, buffer.bytes[first - base : last - base], first, plain)
     _pwrite(plain, buffer.bytes[last - base : stop - base], last, plain)

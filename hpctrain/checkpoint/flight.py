@@ -146,7 +146,7 @@ class Flight:
         self._see()
         for turn in turns((piece for _, pieces in self._written for piece in pieces), TURN_BYTES):
             self._rest(0)
-            disk.write(self.part, turn, self._sync, self._made.see)
+            disk.write(self.part, turn, self._sync, self._made.see, self.group.rank / self.group.size)
         self._torn = checksums.add_whole(self._made, self._written)
         return WRITTEN if self._torn else CHECKED
 

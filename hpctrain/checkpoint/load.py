@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -40,7 +40,7 @@ def load(path: Path, index: Index, entries: Sequence[Entry], state: State, group
     """
     check(path, index, entries)
     slots = {slot.name: slot for slot in index.slots}
-    _fetch(path, [(entry, slots[entry.name]) for entry in entries], state, group, index.table if verify else None)
+    _fetch(Source.of(path, index, group, verify), [(entry, slots[entry.name]) for entry in entries], state, group)
 
 
 def begin(
@@ -52,7 +52,7 @@ def begin(
     other names in the file.
     """
     wanted = choice.pair(path, index, entries)
-    _fetch(path, wanted, state, group, index.table if verify else None)
+    _fetch(Source.of(path, index, group, verify), wanted, state, group)
     return len(wanted)
 
 
@@ -81,6 +81,24 @@ def _fault(entry: Entry, slot: Slot | None) -> str | None:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A file to load from, where its checksums begin, None to check nothing, and where a rank begins on its way."""
+
+    path: Path
+    table: int | None
+    begin: float
+
+    @classmethod
+    def of(cls, path: Path, index: Index, group: Group, verify: bool) -> Source:
+        """The file, for this rank."""
+        return cls(path, index.table if verify else None, group.rank / group.size)
+
+    def read(self, pieces: Iterable[disk.Piece], seen: disk.Seen = disk.unseen) -> None:
+        """As ``disk.read``."""
+        disk.read(self.path, pieces, seen, self.begin)
+
+
+@dataclass(frozen=True)
 class Reading:
     """A tensor that this rank fills: from ``slot`` of the file into ``near``, memory of the host, and on to ``target``.
 
@@ -106,14 +124,14 @@ def readings(index: Index, entries: Sequence[Entry], state: State, verify: bool 
     return _readings([(entry, slots[entry.name]) for entry in entries], state, index.table if verify else None)
 
 
-def _fetch(path: Path, wanted: Sequence[Wanted], state: State, group: Group, table: int | None) -> None:
+def _fetch(source: Source, wanted: Sequence[Wanted], state: State, group: Group) -> None:
     """Fill tensors from their slots: each rank for itself, or together those whose short runs alternate. Collective."""
     stored = [(_as_stored(entry, slot), slot) for entry, slot in wanted]
     names = crossing([entry for entry, _ in stored], group.size)
     alone = [(entry, slot) for entry, slot in stored if entry.name not in names]
-    together(group, lambda: _read(path, alone, state, table), f"reading {path}")
+    together(group, lambda: _read(source, alone, state), f"reading {source.path}")
     if names:
-        _scatter(path, stored, state, group, table)
+        _scatter(source, stored, state, group)
 
 
 def _as_stored(entry: Entry, slot: Slot) -> Entry:
@@ -126,9 +144,9 @@ def _readings(stored: Sequence[Wanted], state: State, table: int | None) -> Iter
     return (_reading(entry, slot, state, table) for entry, slot in stored if entry.rank is not None)
 
 
-def _read(path: Path, stored: Sequence[Wanted], state: State, table: int | None) -> None:
-    for batch in _batches(_readings(stored, state, table)):
-        _fill(path, batch, table)
+def _read(source: Source, stored: Sequence[Wanted], state: State) -> None:
+    for batch in _batches(_readings(stored, state, source.table)):
+        _fill(source, batch)
 
 
 def _reading(entry: Entry, slot: Slot, state: State, table: int | None) -> Reading:
@@ -151,19 +169,19 @@ def _batches(readings: Iterator[Reading]) -> Iterator[list[Reading]]:
     yield batch
 
 
-def _fill(path: Path, batch: Sequence[Reading], table: int | None) -> None:
-    if table is None:
-        disk.read(path, (piece for reading in batch for piece in reading.pieces))
+def _fill(source: Source, batch: Sequence[Reading]) -> None:
+    if source.table is None:
+        source.read(piece for reading in batch for piece in reading.pieces)
     else:
-        _fill_checked(path, batch, table)
+        _fill_checked(source, batch)
     for reading in batch:
         _bring(reading.near, reading.target)
 
 
-def _fill_checked(path: Path, batch: Sequence[Reading], table: int) -> None:
+def _fill_checked(source: Source, batch: Sequence[Reading]) -> None:
     """What does not fit its checksum never leaves the memory that it was read to."""
-    for checks in _few(check for reading in batch for check in _checks(reading, table)):
-        _read_checked(path, checks)
+    for checks in _few(check for reading in batch for check in _checks(reading, source.table)):
+        _read_checked(source, checks)
         for check in checks:
             for piece in check.pieces:
                 start = piece.at - check.at
@@ -184,13 +202,13 @@ def _few(checks: Iterator[Check]) -> Iterator[list[Check]]:
     yield few
 
 
-def _read_checked(path: Path, checks: Sequence[Check]) -> None:
+def _read_checked(source: Source, checks: Sequence[Check]) -> None:
     """Read checksums, then data, digested as it comes in; DamagedError for the first block that is not as it was."""
-    disk.read(path, (check.told for check in checks))
+    source.read(check.told for check in checks)
     wrong: list[tuple[int, Check, int]] = []
-    disk.read(path, (check.read for check in checks), lambda piece: wrong.extend(_compared(piece)))
+    source.read((check.read for check in checks), lambda piece: wrong.extend(_compared(piece)))
     for _, check, number in sorted(wrong, key=lambda one: one[0])[:1]:
-        raise checksums.damaged(path, check.slot, number, number + 1)
+        raise checksums.damaged(source.path, check.slot, number, number + 1)
 
 
 def _compared(piece: disk.Piece) -> Iterator[tuple[int, Check, int]]:
@@ -241,7 +259,7 @@ def _check_of(slot: Slot, span: checksums.Span, table: int, have: tuple[disk.Pie
     return Check(slot, span, wanted, told, have)
 
 
-def _scatter(path: Path, stored: Sequence[Wanted], state: State, group: Group, table: int | None) -> None:
+def _scatter(source: Source, stored: Sequence[Wanted], state: State, group: Group) -> None:
     """Fill tensors whose short runs alternate: each rank reads whole blocks, and sends the others their parts.
 
     Collective.
@@ -254,7 +272,7 @@ def _scatter(path: Path, stored: Sequence[Wanted], state: State, group: Group, t
         flat = {name: flat_bytes(near[name]).numpy() for name in held}
         for stretches in section.rounds:
             one = exchange.Round(stretches, lambda entry, rank: entry.layout.boxes(entry.mesh, rank), group)
-            together(group, lambda one=one: _read_ranges(path, slots, one, table), f"reading {path}")
+            together(group, lambda one=one: _read_ranges(source, slots, one), f"reading {source.path}")
             one.scatter(flat)
         for name in held:
             _bring(near[name], targets[name])
@@ -271,12 +289,12 @@ def _bring(near: Tensor, target: Tensor) -> None:
         target.copy_(near)
 
 
-def _read_ranges(path: Path, slots: Mapping[str, Slot], one: exchange.Round, table: int | None) -> None:
+def _read_ranges(source: Source, slots: Mapping[str, Slot], one: exchange.Round) -> None:
     rows = [(slots[stretch.entry.name], stretch.start, memory) for stretch, memory in one.ranges]
-    if table is None:
-        return disk.read(path, [piece_of(*row) for row in rows])
+    if source.table is None:
+        return source.read([piece_of(*row) for row in rows])
     spans = [(slot, checksums.Span(start // BLOCK_BYTES, memory)) for slot, start, memory in rows]
-    _read_checked(path, [_check_of(slot, span, table) for slot, span in spans])
+    _read_checked(source, [_check_of(slot, span, source.table) for slot, span in spans])
 
 
 def _aside(torn: checksums.Torn) -> checksums.Span:

@@ -31,7 +31,8 @@ FULL = 'free space there, or set checkpoint.writer to "direct", whose errors are
 Wrote = tuple[list[Written], Made]
 """What this rank wrote of each tensor, and the digests of the blocks that it has something of."""
 Writer = Callable[[Path, Sequence[Entry], State, Sequence[format.Slot], Group, CheckpointConfig], Wrote]
-Put = Callable[[Iterable[Piece], Seen], None]
+Put = Callable[[Iterable[Piece], Seen, float], None]
+"""Writes pieces, as ``disk.write`` does."""
 
 
 def direct(
@@ -43,7 +44,11 @@ def direct(
     config: CheckpointConfig,
 ) -> Wrote:
     """Write this rank's ranges of bytes at the datasets' places. Collective; an error of one rank is raised on all."""
-    wrote = _fill(lambda pieces, seen: disk.write(path, pieces, False, seen), path, entries, state, slots, group)
+
+    def put(pieces: Iterable[Piece], seen: Seen, begin: float) -> None:
+        disk.write(path, pieces, False, seen, begin)
+
+    wrote = _fill(put, path, entries, state, slots, group)
     together(group, lambda: _settle(path, *wrote, config.sync), f"checking {path}")
     return wrote
 
@@ -87,11 +92,11 @@ def _fill(
     placed = {slot.name: slot for slot in slots}
     for ranges in exchange.gathered(entries, state, group, told):
         found = [piece_of(placed[stretch.entry.name], stretch.start, memory) for stretch, memory in ranges]
-        together(group, lambda found=found: put(found, made.see), told)
+        together(group, lambda found=found: put(found, made.see, 0), told)
 
     def act() -> list[Written]:
         own = parts(entries, state, slots, crossing(entries, group.size))
-        put((piece for _, pieces in own for piece in pieces), made.see)
+        put((piece for _, pieces in own for piece in pieces), made.see, group.rank / group.size)
         return own
 
     return together(group, act, told), made
@@ -110,14 +115,14 @@ def _opened(path: Path, group: Group, config: CheckpointConfig) -> Iterator[Shar
     together(group, file.close, f"closing {path}")
 
 
-def _put(file: SharedFile, path: Path, pieces: Iterable[Piece], seen: Seen) -> None:
+def _put(file: SharedFile, path: Path, pieces: Iterable[Piece], seen: Seen, begin: float) -> None:
     """Write by HDF5, which keeps the system's number of an error to itself.
 
     What it could not write is written once more without it: a full disk then says that it is one.
     """
     pieces = list(pieces)
     try:
-        file.write(pieces, seen)
+        file.write(pieces, seen, begin)
     except Exception as error:
         disk.write(path, pieces, sync=True)
         raise CheckpointError(f"writing {path} failed", f"HDF5: {error}", FULL) from error

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.disk import Begun, Piece, Seen, cut, unseen
+from hpctrain.checkpoint.disk import Begun, Piece, Seen, cut, order, unseen
 from hpctrain.checkpoint.hdf5 import h5d, h5py, h5s
 from hpctrain.plan.layout import ITEMSIZE, Box
 
@@ -32,9 +32,9 @@ class SharedFile:
         self._file = h5py.File(path, "r+", driver="mpio", comm=comm, info=info, libver="earliest", locking=False)
         info.Free()
 
-    def write(self, pieces: Iterable[Piece], seen: Seen = unseen) -> None:
-        """Write each piece, whose ``of`` is its tensor's slot, to its place; ``seen`` gets each part just before."""
-        for piece in cut(sorted(pieces, key=lambda piece: piece.at), CALL_BYTES):
+    def write(self, pieces: Iterable[Piece], seen: Seen = unseen, begin: float = 0) -> None:
+        """Write each piece, whose ``of`` is its tensor's slot, to its place; ``seen`` and ``begin`` as for the disk."""
+        for piece in cut(order(pieces, begin), CALL_BYTES):
             host = replace(piece, memory=piece.memory.cpu())
             seen(host)
             self._put(host)

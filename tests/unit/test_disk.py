@@ -43,21 +43,30 @@ def expected(before: bytes, pieces: list[Piece]) -> bytes:
 
 
 @settings(max_examples=100)
-@given(PLACES, st.sampled_from([NONE, ALL]))
+@given(PLACES, st.sampled_from([NONE, ALL]), st.floats(0, 1))
 def test_pieces_come_to_their_places_and_back_and_nothing_else_changes(
-    tmp_path_factory, places: list[tuple[int, int]], through: range
+    tmp_path_factory, places: list[tuple[int, int]], through: range, begin: float
 ):
     path = tmp_path_factory.mktemp("disk") / "file"
     pieces = pieces_at(places)
     before = os.urandom(max([piece.end for piece in pieces], default=0) + 100)
     path.write_bytes(before)
     with patch.object(disk, "THROUGH", through):
-        disk.write(path, pieces, sync=False)
+        disk.write(path, pieces, sync=False, begin=begin)
     assert path.read_bytes() == expected(before, pieces)
     back = [Piece(piece.at, torch.zeros_like(piece.memory)) for piece in pieces]
-    disk.read(path, back)
+    disk.read(path, back, begin=begin)
     assert all(torch.equal(one.memory, other.memory) for one, other in zip(pieces, back, strict=True))
     path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("begin", "places"), [(0, [0, 100, 200, 300, 400]), (0.5, [200, 300, 400, 0, 100]), (0.99, [400, 0, 100, 200, 300])]
+)
+def test_a_rank_begins_where_it_is_told_and_ends_with_what_is_before(begin: float, places: list[int]):
+    pieces = [Piece(at, torch.zeros(80, dtype=torch.uint8)) for at in (300, 0, 400, 100, 200)]
+    assert [piece.at for piece in disk.order(pieces, begin)] == places
+    assert disk.order([], begin) == []
 
 
 @pytest.mark.parametrize("start", [0, 1, PAGE, CHUNK - 5, CHUNK + 12345])
