@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.checkpoint import Checkpoint
+from hpctrain.checkpoint.keep import FOLDER
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Held, State, dtype_name
 from hpctrain.cluster.cores import threads
@@ -67,7 +68,7 @@ def train(config: Config, world: World, stop: Stop) -> int:
     batches = open_data(config, groups, stop.heed)  # text becomes tokens, once
     plan = fit(decide(config, site.topology, batches.vocabulary), config, site.machine)  # every decision, as one value
     job = Job.build(config, plan, groups, site.device)  # this rank's part of the model
-    knobs, folder = hinted(config.checkpoint, site.machine), config.run.folder / "checkpoints"
+    knobs, folder = hinted(config.checkpoint, site.machine), config.run.folder / FOLDER
     checkpoint = Checkpoint(knobs, folder, plan.mesh, groups.whole, world.host)
     about = {"plan": plan.to_json(), "config": config.model_dump()}
 

@@ -34,16 +34,16 @@ class Stats:
 
 
 def find(path: Path) -> tuple[Path, Index]:
-    """The file and its contents; of a folder, its newest whole checkpoint."""
+    """The file and its contents; of a folder of checkpoints, or of a run, its newest whole one."""
     if not path.is_dir():
         if not path.exists():
             raise CheckpointError(f"{path} is not there", "", "give a checkpoint file, or the folder that has them")
         refuse_part(path)
         return path, read_index(path)
-    found = keep.newest(path, keep.listing(path))
-    if found is None:
-        raise CheckpointError(f"{path} has no checkpoint", "its files would be named step-00000100.h5")
-    return found
+    for folder in (path, path / keep.FOLDER):
+        if found := keep.newest(folder, keep.listing(folder)):
+            return found
+    raise CheckpointError(f"{path} has no checkpoint", "its files would be named step-00000100.h5")
 
 
 def select(path: Path, index: Index, pattern: str | None) -> tuple[Slot, ...]:

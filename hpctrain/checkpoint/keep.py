@@ -22,6 +22,7 @@ from hpctrain.checkpoint.save import sync_file
 from hpctrain.cluster import aside
 from hpctrain.errors import CheckpointError, FullError, IncompleteError
 
+FOLDER = "checkpoints"  # of a run's folder
 POINTER = "latest"
 KEPT = "kept"
 STEP_FILE = re.compile(r"step-(\d{8,})\.h5")

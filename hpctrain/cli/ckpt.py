@@ -41,7 +41,7 @@ def _ckpt() -> None:
 
 @app.command("inspect")
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A checkpoint file, or a folder, whose newest one is taken.")],
+    file: ckpt_files.File,
     tensor: Annotated[
         str | None, typer.Option(help="Show this tensor only; a shell pattern shows several, e.g. 'optim/*/norm.*'.")
     ] = None,

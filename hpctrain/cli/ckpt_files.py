@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.format import Index
     from hpctrain.comm.group import Group
 
-File = Annotated[Path, typer.Argument(help="A checkpoint file, or a folder, whose newest one is taken.")]
+File = Annotated[Path, typer.Argument(help="A checkpoint file, or a folder of them or of a run: its newest.")]
 
 
 def verify(file: File, as_json: AsJson = False) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hpctrain.cli.bar import bar
-from hpctrain.cli.ckpt_files import ranks
+from hpctrain.cli.ckpt_files import File, ranks
 from hpctrain.cli.options import AsJson
 from hpctrain.errors import UsageError
 
@@ -22,7 +22,7 @@ Dtype = Annotated[
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint file, or a folder, whose newest one is taken.")],
+    checkpoint: File,
     out_dir: Annotated[Path, typer.Argument(help="A new or empty folder.")],
     to: Annotated[
         Literal["hf", "dcp"],

@@ -239,8 +239,8 @@ class CheckpointConfig(Section):
     verify: bool = True
     """Whether what is loaded is checked against its checksums; a damaged checkpoint is passed over for an older one."""
     start_from: str | None = None
-    """A checkpoint, or a folder with some, that a new run starts from, at step 0; for instance an imported one. Once
-    the run has a checkpoint of its own, it goes on from that."""
+    """A checkpoint, or a folder with some, or a run's, that a new run starts from, at step 0; for instance an imported
+    one. Once the run has a checkpoint of its own, it goes on from that."""
     only: tuple[str, ...] = Field(("model/*",), strict=False)
     """Which tensors are taken from ``start_from``, as shell patterns; ``["*"]`` takes the optimizer's too."""
     rename: dict[str, str] = {}

@@ -58,6 +58,12 @@ def test_of_a_folder_it_takes_the_newest(file: Path):
     assert told(file.parent) == told(file)
 
 
+def test_of_a_run_it_takes_the_newest_of_its_checkpoints(file: Path, tmp_path: Path):
+    (tmp_path / "checkpoints").mkdir()
+    moved = file.rename(tmp_path / "checkpoints" / file.name)
+    assert told(tmp_path) == told(moved)
+
+
 def test_json_has_everything(file: Path):
     report = json.loads(told(file, "--json", "--tensor", "model/*", "--stats"))
     assert report["step"] == 12
