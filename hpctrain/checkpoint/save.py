@@ -105,14 +105,16 @@ def _fill(
 @contextmanager
 def _opened(path: Path, group: Group, config: CheckpointConfig) -> Iterator[SharedFile]:
     """The file as all ranks have it open. Collective, and so is leaving it, by an error too."""
-    file = together(group, lambda: SharedFile(path, group.comm, config.hints), f"opening {path}")
-    try:
-        yield file
-    except CheckpointError:
-        with suppress(Exception):
-            file.close()
-        raise
-    together(group, file.close, f"closing {path}")
+    told = f"opening {path}"
+    with together(group, lambda: path.open("r+b"), told) as plain:  # by all before any waits for the others in HDF5
+        file = together(group, lambda: SharedFile(path, plain, group.comm, config.hints), told)
+        try:
+            yield file
+        except CheckpointError:
+            with suppress(Exception):
+                file.close()
+            raise
+        together(group, file.close, f"closing {path}")
 
 
 def _put(file: SharedFile, path: Path, pieces: Iterable[Piece], seen: Seen, begin: float) -> None:

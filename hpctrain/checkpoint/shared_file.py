@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hpctrain.checkpoint.disk import Begun, Piece, Seen, cut, order, unseen
 from hpctrain.checkpoint.hdf5 import h5d, h5py, h5s
@@ -21,11 +21,13 @@ def available() -> bool:
 
 
 class SharedFile:
-    """A laid-out file that all ranks of ``comm`` have open to write. Opening and closing are collective, no more."""
+    """A laid-out file that all ranks of ``comm`` have open to write. Opening and closing are collective, no more.
 
-    def __init__(self, path: Path, comm: Any, hints: Mapping[str, str | int]) -> None:
-        self._plain = path.open("r+b")
-        self._begin = Begun(self._plain.fileno())
+    ``plain`` is the file as this rank alone has it open, to tell the disk to begin; who opened it closes it.
+    """
+
+    def __init__(self, path: Path, plain: BinaryIO, comm: Any, hints: Mapping[str, str | int]) -> None:
+        self._begin = Begun(plain.fileno())
         info = comm.Get_info()
         for key, value in hints.items():
             info.Set(key, str(value))
@@ -59,5 +61,4 @@ class SharedFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._plain.close()
         self._file.close()

@@ -188,6 +188,24 @@ def test_no_call_of_parallel_hdf5_is_above_the_limit(
 
 
 @SERIAL
+def test_a_rank_that_cannot_open_the_file_leaves_no_other_waiting(
+    folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch
+):
+    real = Path.open
+
+    def refuse(self: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if mode == "r+b":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return real(self, mode, *rest, **more)
+
+    if four.rank == 2:
+        monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"rank 2: opening .* failed\n.*Permission denied"):
+        put(folder, four, MIXED, writer="mpio")
+    assert [name for name in listed(folder, four) if name.startswith("step")] == []
+
+
+@SERIAL
 def test_hints_reach_mpi_io(folder: Path, four: Group, monkeypatch: pytest.MonkeyPatch):
     given, real = [], shared_file.SharedFile.close
 
